@@ -1,0 +1,1 @@
+"""Full-graph GNN training across devices, as a PyTorch Lightning strategy."""
