@@ -1,0 +1,127 @@
+"""Aggregation as one sparse product, where a layer has it, with both directions ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch_geometric.utils import spmm as pyg_spmm
+
+from lightning_sylvie.plan import HaloPlan
+
+_FUSED = {"sum", "add", "mean"}
+
+
+class Adjacency:
+    """A part's edges as a rectangular CSR matrix, owned rows by all rows, and its transpose.
+
+    Args:
+        edge_index: int64 ``(2, num_edges)``, sources over destinations.
+        weight: ``(num_edges,)`` or None for ones.
+        num_owned: Rows of the matrix (destinations).
+        num_rows: Columns of the matrix (sources).
+        dtype: Type of the values.
+    """
+
+    def __init__(
+        self, edge_index: Tensor, weight: Tensor | None, num_owned: int, num_rows: int, dtype: Any
+    ) -> None:
+        source, destination = edge_index
+        if weight is None:
+            weight = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
+        self.matrix = _csr(destination, source, weight.to(dtype), (num_owned, num_rows))
+        self.transposed = _csr(source, destination, weight.to(dtype), (num_rows, num_owned))
+        degree = self.matrix.crow_indices().diff().clamp(min=1)
+        self.inverse_degree = degree.to(dtype).reciprocal().unsqueeze(1)
+
+    def product(self, x: Tensor, reduce: str) -> Tensor:
+        """Sum or mean over each owned node's in-edges of ``weight * x[source]``."""
+        out: Tensor = _Product.apply(x, self.matrix, self.transposed)
+        return out * self.inverse_degree if reduce == "mean" else out
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.transposed = transposed
+        return torch.sparse.mm(matrix, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return torch.sparse.mm(ctx.transposed, grad.contiguous()), None, None
+
+
+def _csr(row: Tensor, column: Tensor, value: Tensor, size: tuple[int, int]) -> Tensor:
+    order = torch.argsort(row, stable=True)
+    ends = torch.bincount(row, minlength=size[0]).cumsum(0)
+    start = torch.cat([ends.new_zeros(1), ends])
+    return torch.sparse_csr_tensor(
+        start, column[order], value[order], size=size, check_invariants=False
+    )
+
+
+class AdjacencyCache:
+    """The adjacencies of edge sets that stay the same from step to step.
+
+    Only edge sets that were `keep`-ed are served: building a matrix for edges that are used once
+    would cost more than the layer's own gather and scatter.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._built: dict[tuple[int, int, torch.dtype], Adjacency] = {}
+        self._by_matrix: dict[int, Adjacency] = {}
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Declares that the tensors live, unchanged, as long as this cache."""
+        self._kept.update((id(t), t) for t in tensors)
+
+    def keeps(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._kept
+
+    def matrix(self, conv: Any, edge_index: Any, plan: HaloPlan, inputs: dict[str, Any]) -> Any:
+        """The CSR matrix with which `conv` can aggregate at once, or None."""
+        if not conv.fuse or conv.explain or conv.aggr not in _FUSED or not self._fits(conv, inputs):
+            return None
+        weight, source = inputs.get("edge_weight"), _source(inputs["x"])
+        if source is None or not isinstance(edge_index, Tensor) or not self.keeps(edge_index):
+            return None
+        if weight is not None and (weight.requires_grad or not self.keeps(weight)):
+            return None
+        if source.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(
+            source.device.type
+        ):
+            return None
+        key = (id(edge_index), id(weight), source.dtype)
+        if key not in self._built:
+            with torch.inference_mode(False), torch.no_grad():
+                built = Adjacency(edge_index, weight, plan.num_owned, plan.num_rows, source.dtype)
+            self._built[key] = self._by_matrix[id(built.matrix)] = built
+        return self._built[key].matrix
+
+    def spmm(self, src: Any, other: Tensor, reduce: str = "sum") -> Tensor:
+        """Takes the place of `torch_geometric.utils.spmm` inside attached layers."""
+        known = self._by_matrix.get(id(src))
+        if known is None:
+            product: Tensor = pyg_spmm(src, other, reduce)
+            return product
+        return known.product(other, reduce)
+
+    @staticmethod
+    def _fits(conv: Any, inputs: dict[str, Any]) -> bool:
+        """Whether the layer's fused product is the weighted sum of `x` over edges."""
+        fused = set(conv._fused_user_args)
+        return (
+            "x" in fused
+            and fused <= {"x", "edge_weight"}
+            and set(inputs) <= {"x", "edge_weight"}
+            and conv.flow == "source_to_target"
+        )
+
+
+def _source(x: Any) -> Tensor | None:
+    source = x[0] if isinstance(x, (tuple, list)) else x
+    return source if isinstance(source, Tensor) and source.dim() == 2 else None
