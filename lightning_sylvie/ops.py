@@ -147,13 +147,13 @@ def scatter_add_rows_reference(
     message: Tensor, offset: int, index: Tensor, counts: Sequence[int], rows: Tensor
 ) -> None:
     """`scatter_add_rows` in torch: what the kernels must equal, and what serves other devices."""
-    row_bytes = rows.size(1) * rows.element_size()
-    # The copy begins at an address that any dtype may have; a piece of the message need not.
-    values = message.narrow(1, offset, row_bytes).clone(memory_format=torch.contiguous_format)
+    # A piece of the message may begin at an address that floats may not have: copy it to one of theirs.
+    values = rows.new_empty(index.size(0), rows.size(1))
+    values.view(torch.uint8).copy_(
+        message.narrow(1, offset, values.size(1) * values.element_size())
+    )
     sizes = list(counts)
-    for group, group_index in zip(
-        values.view(rows.dtype).split(sizes), index.split(sizes), strict=True
-    ):
+    for group, group_index in zip(values.split(sizes), index.split(sizes), strict=True):
         rows.index_add_(0, group_index, group)
 
 

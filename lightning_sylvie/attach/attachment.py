@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -153,19 +154,23 @@ class Attachment:
     def _subclass(self, kind: type, layer: Any) -> type:
         bases = self._bases(kind, layer)
         if (kind, bases) not in self._classes:
-            body = {
+            body: dict[str, Any] = {
                 "__module__": kind.__module__,
                 "__doc__": kind.__doc__,
                 "attachment": self,
                 "original": kind,
-                **self._rebound(kind),
             }
-            self._classes[kind, bases] = type(kind.__name__, (*bases, kind), body)
+            if HaloMessagePassing in bases:
+                # In the class's own dict, or unpickling would write PyG's templates over them.
+                body["propagate"] = HaloMessagePassing.propagate
+                body["edge_updater"] = HaloMessagePassing.edge_updater
+            rebound = type(kind.__name__, (kind,), rebind(kind, self._replacements()))
+            self._classes[kind, bases] = type(kind.__name__, (*bases, rebound), body)
         return self._classes[kind, bases]
 
-    def _rebound(self, kind: type) -> dict[str, Any]:
-        """The class's methods with the functions that need the whole graph replaced."""
-        replaced = {
+    def _replacements(self) -> dict[Any, Any]:
+        """The functions that need the whole graph, and what stands in for them."""
+        return {
             gcn_norm: self.degrees.gcn_norm,
             utils.get_laplacian: self.degrees.get_laplacian,
             utils.degree: self.degrees.degree,
@@ -173,4 +178,46 @@ class Attachment:
             utils.add_remaining_self_loops: self.degrees.add_remaining_self_loops,
             utils.spmm: self.cache.spmm,
         }
-        return {}
+
+
+def rebind(kind: type, replacements: dict[Any, Any]) -> dict[str, Any]:
+    """The methods of `kind` that call a replaced function, calling its replacement instead.
+
+    Each is the same code over a copy of its module's globals, so nothing outside the returned
+    functions changes.
+
+    Args:
+        kind: A class.
+        replacements: Function -> what to call in its place.
+    """
+    rebound: dict[str, Any] = {}
+    library = set(MessagePassing.__mro__)
+    for owner in kind.__mro__:
+        for name, function in vars(owner).items() if owner not in library else ():
+            if name in rebound or not isinstance(function, types.FunctionType):
+                continue
+            changed = {
+                called: replacements[value]
+                for called in function.__code__.co_names
+                if isinstance(value := function.__globals__.get(called), types.FunctionType)
+                and value in replacements
+            }
+            if changed:
+                twin = types.FunctionType(
+                    function.__code__,
+                    {**function.__globals__, **changed},
+                    name,
+                    function.__defaults__,
+                    function.__closure__,
+                )
+                twin.__kwdefaults__ = function.__kwdefaults__
+                rebound[name] = functools.wraps(function)(twin)
+    return rebound
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)

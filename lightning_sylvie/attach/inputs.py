@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ class HaloInput(Attached):
 
     def _widened(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with halo rows appended to every tensor that has a row per owned node."""
+        bound = inspect.signature(self.original.forward).bind(self, *args, **kwargs)  # type: ignore[attr-defined]
         found: list[Tensor] = []
-        _map_rows(self._is_node_level, found.append, (args, kwargs))
+        _map_rows(self._is_node_level, found.append, bound.arguments)
         moved = dict(zip(map(id, found), self.attachment.append(self, found, 0)))
-        wide: tuple[Any, Any] = _map_rows(
-            self._is_node_level, lambda tensor: moved[id(tensor)], (args, kwargs)
+        bound.arguments = _map_rows(
+            self._is_node_level, lambda tensor: moved[id(tensor)], bound.arguments
         )
-        return wide
+        return bound.args[1:], bound.kwargs
 
     def _is_node_level(self, name: str, value: Tensor) -> bool:
         num_owned = self.attachment.halo.plan.num_owned

@@ -9,6 +9,7 @@ maps before it aggregates sends the mapped, often narrower, rows.
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,7 @@ class Attached:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the layer that the user wrote."""
-        return copyreg_new, (self.original,), self.__dict__
-
-
-def copyreg_new(cls: type) -> Any:
-    """An empty instance of `cls`, for unpickling."""
-    return cls.__new__(cls)
+        return copyreg.__newobj__, (self.original,), self.__dict__  # type: ignore[attr-defined]
 
 
 class HaloMessagePassing(Attached, MessagePassing):
@@ -60,7 +56,8 @@ class HaloMessagePassing(Attached, MessagePassing):
             self.attachment.note_hop(self, kwargs)
         return MessagePassing.propagate(self, edge_index, size, **kwargs)
 
-    edge_updater = MessagePassing.edge_updater
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
+        return MessagePassing.edge_updater(self, edge_index, size, **kwargs)
 
     def _collect(self, args: Any, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Any:
         halo = self.attachment.halo
@@ -70,8 +67,8 @@ class HaloMessagePassing(Attached, MessagePassing):
             given = {name: kwargs.get(name) for name in args}
             return given | {"x": self._extended({"x": kwargs["x"]}, pair=False)["x"]}
         names = sorted({arg[:-2] for arg in args if arg.endswith("_j")})
-        sources = {name: kwargs[name] for name in names if _has_rows(kwargs.get(name))}
         source_dim = 0 if self.flow == "source_to_target" else 1
+        sources = {name: kwargs[name] for name in names if _read(kwargs.get(name), source_dim)}
         size[source_dim], size[1 - source_dim] = halo.plan.num_rows, halo.plan.num_owned
         extended = self._extended(sources, pair=True)
         collected = super()._collect(args, edge_index, size, kwargs | extended)
@@ -97,9 +94,10 @@ class HaloMessagePassing(Attached, MessagePassing):
         return out
 
 
-def _has_rows(value: Any) -> bool:
+def _read(value: Any, source_dim: int) -> bool:
+    """Whether rows are read from `value` through the edges' sources."""
     if isinstance(value, (tuple, list)):
-        return len(value) == 2 and any(isinstance(part, Tensor) for part in value)
+        return len(value) == 2 and isinstance(value[source_dim], Tensor)
     return isinstance(value, Tensor)
 
 

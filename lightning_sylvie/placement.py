@@ -1,0 +1,104 @@
+"""Brings every rank its part of a graph, and every rank's rows back into one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_sylvie.batch import graph_of, map_tensors, whole_graph
+from lightning_sylvie.partition import Partitioner
+from lightning_sylvie.plan import check_plans
+from lightning_sylvie.shard import Shard
+from lightning_sylvie.store import ShardStore
+from lightning_sylvie.transport import Transport
+
+
+class Placement:
+    """Part p on rank p, from a folder that rank 0 writes once.
+
+    Args:
+        transport: Tells the other ranks where the parts are, and carries a part to a host that
+            does not share the folder.
+        cache_dir: The folder; None: the user's cache folder.
+    """
+
+    def __init__(self, transport: Transport, cache_dir: str | Path | None) -> None:
+        self._transport = transport
+        self._store = ShardStore(cache_dir)
+        self._placed: dict[str, Shard] = {}
+
+    def shard(
+        self,
+        loader: Any,
+        partition: Partitioner,
+        *,
+        reverse: bool,
+        change: Callable[[Tensor], Tensor],
+    ) -> Shard:
+        """This rank's part of the graph that `loader` yields.
+
+        Args:
+            loader: Yields one whole graph; only rank 0's is read.
+            partition: Assigns nodes to parts.
+            reverse: Hold out-edges too.
+            change: Moves and casts each tensor once.
+
+        Raises:
+            ValueError: If the graph can't be cut, or the ranks hold different cuts.
+        """
+        key = self._build(loader, partition, reverse) if self._transport.rank == 0 else ""
+        key = str(self._transport.broadcast_object(key, 0))
+        if key not in self._placed:
+            shard = self._read(key)
+            self._agree(shard)
+            self._placed[key] = map_tensors(shard, change)
+        return self._placed[key]
+
+    def gather(self, output: Any, shard: Shard) -> Any:
+        """`output` with every tensor of a row per owned node replaced by the whole graph's.
+
+        Rows stand in the order of the graph's nodes. Every rank gets them.
+        """
+        num_owned = shard.plan.num_owned
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == num_owned:
+                return self._all_rows(value.detach(), shard)
+            return value
+
+        return tree_map(whole, output)
+
+    def _all_rows(self, rows: Tensor, shard: Shard) -> Tensor:
+        blocks = self._transport.all_gather_rows(rows)
+        ids = torch.cat(self._transport.all_gather_rows(shard.node_id))
+        return torch.cat(blocks)[ids.argsort()]
+
+    def _build(self, loader: Any, partition: Partitioner, reverse: bool) -> str:
+        graph = graph_of(whole_graph(loader))
+        mask = graph.node.get("train_mask")
+        return self._store.open_or_build(
+            graph,
+            getattr(loader, "partition", None) or partition,
+            self._transport.num_ranks,
+            train_mask=mask if mask is not None and mask.dim() == 1 else None,
+            reverse=reverse,
+        )
+
+    def _read(self, key: str) -> Shard:
+        raise NotImplementedError
+
+    def _agree(self, shard: Shard) -> None:
+        """Raises unless all ranks hold parts of one cut."""
+        plan = shard.plan
+        views = self._transport.all_gather_object(
+            (shard.fingerprint, (plan.send_counts, plan.recv_counts))
+        )
+        prints = [view[0] for view in views]
+        if len(set(prints)) > 1:
+            raise ValueError(f"the ranks hold parts of different cuts: {prints}; delete the folder")
+        check_plans([view[1] for view in views])
