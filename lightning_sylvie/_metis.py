@@ -80,16 +80,15 @@ def solve(problem: Problem, objective: str) -> Ints:
     from pymetis import _internal
 
     library = ctypes.CDLL(_internal.__file__)
-    width = {"int32": 32, "int64": 64}.get(str(getattr(pymetis, "zero_copy_dtype", "")))
-    if width is not None and hasattr(library, "METIS_PartGraphKway"):
-        return _solve_all_weights(problem, objective, library, width)
+    if hasattr(library, "METIS_PartGraphKway") and hasattr(pymetis, "zero_copy_dtype"):
+        return _solve_all_weights(problem, objective, library, str(pymetis.zero_copy_dtype()))
     return _solve_first_weight(problem, objective)
 
 
-def _solve_all_weights(problem: Problem, objective: str, library: Any, width: int) -> Ints:
+def _solve_all_weights(problem: Problem, objective: str, library: Any, integer: str) -> Ints:
     import numpy as np
 
-    dtype = np.dtype(f"int{width}")
+    dtype = np.dtype(integer)
     if max(problem.xadj[-1], problem.weights.sum()) > np.iinfo(dtype).max:
         raise OverflowError("the graph has more edges than this build of METIS can number")
     options = np.full(40, -1, dtype)

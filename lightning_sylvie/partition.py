@@ -191,7 +191,7 @@ class Assignment(Partitioner):
 
     @property
     def settings(self) -> str:
-        digest = hashlib.blake2b(self.parts.numpy(), digest_size=16)
+        digest = hashlib.blake2b(self.parts.numpy().tobytes(), digest_size=16)
         return f"assignment {digest.hexdigest()}"
 
     def assign(
@@ -214,7 +214,11 @@ def resolve(partition: str | Tensor | Partitioner) -> Partitioner:
         return partition
     if isinstance(partition, Tensor):
         return Assignment(partition)
-    named = {"metis": Metis, "random": Random, "streaming": Streaming}
+    named: dict[str, type[Metis | Random | Streaming]] = {
+        "metis": Metis,
+        "random": Random,
+        "streaming": Streaming,
+    }
     if partition not in named:
         raise ValueError(
             f"expected partition to be one of {sorted(named)}, a tensor with a part per node, or "

@@ -81,7 +81,7 @@ def check_against_reference(
     counts = list(shard.plan.recv_counts)
     assert counts[: len(reference.recv_counts)] == reference.recv_counts
     assert sum(counts) == sum(reference.recv_counts)
-    sent = shard.node_id[shard.plan.send_index].split(list(shard.plan.send_counts))
+    sent = torch.split(shard.node_id[shard.plan.send_index], list(shard.plan.send_counts))
     for peer, nodes in enumerate(sent):
         assert nodes.tolist() == reference.send.get(peer, [])
 
@@ -110,7 +110,9 @@ def test_shards_together_are_the_graph(case: tuple[Graph, Tensor, int]) -> None:
     assert torch.equal(edges, torch.arange(graph.num_edges))
     for shard in shards:
         received = [
-            peer.node["x"][peer.plan.send_index].split(list(peer.plan.send_counts))[shard.plan.rank]
+            torch.split(peer.node["x"][peer.plan.send_index], list(peer.plan.send_counts))[
+                shard.plan.rank
+            ]
             for peer in shards
         ]
         assert torch.equal(torch.cat(received), graph.node["x"][shard.halo_id])
