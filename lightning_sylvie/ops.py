@@ -147,7 +147,7 @@ def scatter_add_rows_reference(
     message: Tensor, offset: int, index: Tensor, counts: Sequence[int], rows: Tensor
 ) -> None:
     """`scatter_add_rows` in torch: what the kernels must equal, and what serves other devices."""
-    # A piece of the message may begin at an address that floats may not have: copy it to one of theirs.
+    # A piece of the message may begin where a float may not: copy it to where one may.
     values = rows.new_empty(index.size(0), rows.size(1))
     values.view(torch.uint8).copy_(
         message.narrow(1, offset, values.size(1) * values.element_size())
@@ -159,14 +159,8 @@ def scatter_add_rows_reference(
 
 def _register_fakes() -> None:
     """Says what the ops return without data: nothing. torch.compile and meta tensors need it."""
-
-    @torch.library.register_fake("lightning_sylvie::select_rows")
-    def _(rows: Tensor, index: Tensor, message: Tensor, offset: int) -> None: ...
-
-    @torch.library.register_fake("lightning_sylvie::scatter_add_rows")
-    def _(
-        message: Tensor, offset: int, index: Tensor, counts: Sequence[int], rows: Tensor
-    ) -> None: ...
+    for name in ("select_rows", "scatter_add_rows"):
+        torch.library.register_fake(f"lightning_sylvie::{name}", lambda *arguments: None)
 
 
 _DEVICE_TYPES = _native.load()

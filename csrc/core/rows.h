@@ -30,9 +30,7 @@ SYLVIE_HOST_DEVICE To bit_cast(From value) {
 }
 
 // Exact.
-SYLVIE_HOST_DEVICE float widen(BFloat16 value) {
-  return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
-}
+SYLVIE_HOST_DEVICE float widen(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 
 // Exact: a subnormal half counts units of 2^-24, a normal one changes its exponent's bias from 15 to 127.
 SYLVIE_HOST_DEVICE float widen(Half value) {

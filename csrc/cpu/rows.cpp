@@ -20,16 +20,19 @@ constexpr int64_t kCacheLine = 64;
 constexpr int64_t kBytesPerTask = 64 * 1024;  // below this a second thread costs more than it saves
 constexpr int64_t kNone = -1;
 
-// Entries to look ahead: about 3 KB to 6 KB of rows in flight, found best for widths of 64 to 602 floats.
-int64_t prefetch_distance(int64_t row_bytes) {
-  return std::min<int64_t>(12, std::max<int64_t>(4, 6144 / row_bytes));
-}
+// Entries to look ahead: 3 KB to 8 KB of rows in flight, found best for rows of 256 to 2408 bytes.
+int64_t prefetch_distance(int64_t row_bytes) { return std::min<int64_t>(12, std::max<int64_t>(4, 6144 / row_bytes)); }
 
-template <int kForWriting>
-void prefetch_row(const uint8_t* row, int64_t row_bytes) {
-  for (int64_t byte = 0; byte < row_bytes; byte += kCacheLine) {
-    __builtin_prefetch(row + byte, kForWriting);
+// Copies a row and meanwhile asks for the one that is needed soon, line by line: asked for at once, a wide row's
+// lines queue up and the copy waits behind them.
+void copy_row(const uint8_t* source, uint8_t* target, int64_t row_bytes, const uint8_t* next_source) {
+  int64_t byte = 0;
+  for (; byte + kCacheLine <= row_bytes; byte += kCacheLine) {
+    __builtin_prefetch(next_source + byte);
+    std::memcpy(target + byte, source + byte, kCacheLine);
   }
+  __builtin_prefetch(next_source + byte);
+  std::memcpy(target + byte, source + byte, row_bytes - byte);
 }
 
 bool is_inside(int64_t row, int64_t begin, int64_t end) { return begin <= row && row < end; }
@@ -45,16 +48,16 @@ void select_rows(const Tensor& rows, const Tensor& index, const Tensor& message,
   const int64_t ahead = prefetch_distance(layout.row_bytes);
   // An exception must not cross the C interface of parallel_for, so a bad entry is noted, and raised after it.
   std::atomic<int64_t> bad_entry{kNone};
+  const auto row = [&](int64_t number) { return source + number * layout.row_bytes; };
   const auto copy = [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      if (k + ahead < end && is_inside(entries[k + ahead], 0, layout.num_rows)) {
-        prefetch_row<0>(source + entries[k + ahead] * layout.row_bytes, layout.row_bytes);
-      }
       if (!is_inside(entries[k], 0, layout.num_rows)) {
         bad_entry = k;
         return;
       }
-      std::memcpy(target + k * layout.stride, source + entries[k] * layout.row_bytes, layout.row_bytes);
+      const int64_t next = entries[std::min(k + ahead, end - 1)];
+      copy_row(row(entries[k]), target + k * layout.stride, layout.row_bytes,
+               row(is_inside(next, 0, layout.num_rows) ? next : 0));
     }
   };
   torch::stable::parallel_for(0, layout.num_entries, kBytesPerTask / layout.row_bytes + 1, copy);
@@ -81,16 +84,16 @@ std::vector<Group> make_groups(const std::vector<int64_t>& counts) {
 // First row of each task and the end of the last. Every task owns the rows between two limits, so no two write
 // the same row and no lock is needed. The limits cut the largest group evenly: equal work, wherever its rows lie.
 std::vector<int64_t> row_limits(const std::vector<Group>& groups, const int64_t* entries, const Layout& layout) {
-  const Group largest = *std::max_element(groups.begin(), groups.end(), [](const Group& a, const Group& b) {
-    return a.end - a.begin < b.end - b.begin;
-  });
+  const Group largest = *std::max_element(
+      groups.begin(), groups.end(), [](const Group& a, const Group& b) { return a.end - a.begin < b.end - b.begin; });
   const int64_t size = largest.end - largest.begin;
   const int64_t wanted = layout.num_entries * layout.row_bytes / kBytesPerTask;
   const int64_t num_threads = torch::stable::get_num_threads();
   const int64_t num_tasks = std::max<int64_t>(1, std::min({wanted, num_threads, size}));
   std::vector<int64_t> limits{0};
   for (int64_t task = 1; task < num_tasks; ++task) {
-    limits.push_back(entries[largest.begin + size * task / num_tasks]);
+    const int64_t row = entries[largest.begin + size * task / num_tasks];  // unchecked as yet
+    limits.push_back(std::clamp<int64_t>(row, 0, layout.num_rows));
   }
   limits.push_back(layout.num_rows);
   return limits;
@@ -117,10 +120,8 @@ class Adder {
         return k;
       }
       lowest = entries_[k] + 1;
-      if (k + ahead_ < end && is_inside(entries_[k + ahead_], lowest, last_row)) {
-        prefetch_row<1>(reinterpret_cast<const uint8_t*>(row(k + ahead_)), layout_.row_bytes);
-      }
-      add_row(source_ + k * layout_.stride, row(k));
+      const int64_t next = entries_[std::min(k + ahead_, end - 1)];
+      add_row(source_ + k * layout_.stride, row(entries_[k]), row(is_inside(next, first_row, last_row) ? next : 0));
     }
     return kNone;
   }
@@ -130,10 +131,22 @@ class Adder {
     return std::lower_bound(entries_ + group.begin, entries_ + group.end, row) - entries_;
   }
 
-  Value* row(int64_t k) const { return rows_ + entries_[k] * layout_.width; }
+  Value* row(int64_t number) const { return rows_ + number * layout_.width; }
 
-  void add_row(const uint8_t* source, Value* target) const {
-    for (int64_t j = 0; j < layout_.width; ++j) {
+  // As copy_row, but it is the target that lies scattered.
+  void add_row(const uint8_t* source, Value* target, const Value* next_target) const {
+    constexpr int64_t kBlock = kCacheLine / sizeof(Value);
+    int64_t j = 0;
+    for (; j + kBlock <= layout_.width; j += kBlock) {
+      __builtin_prefetch(next_target + j, 1);
+      add_values(source + j * sizeof(Value), target + j, kBlock);
+    }
+    __builtin_prefetch(next_target + j, 1);
+    add_values(source + j * sizeof(Value), target + j, layout_.width - j);
+  }
+
+  static void add_values(const uint8_t* source, Value* target, int64_t num_values) {
+    for (int64_t j = 0; j < num_values; ++j) {
       target[j] = add(target[j], load<Value>(source + j * sizeof(Value)));
     }
   }

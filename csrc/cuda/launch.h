@@ -11,10 +11,10 @@
 #include "checks.h"
 
 // torch's own check needs a symbol of libtorch_cuda, which this module must not link (see current_stream).
-#define SYLVIE_CUDA_CHECK(call)                                                                              \
-  do {                                                                                                       \
-    const cudaError_t error = (call);                                                                        \
-    SYLVIE_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));                                 \
+#define SYLVIE_CUDA_CHECK(call)                                              \
+  do {                                                                       \
+    const cudaError_t error = (call);                                        \
+    SYLVIE_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error)); \
   } while (false)
 
 namespace sylvie {

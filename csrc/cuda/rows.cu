@@ -109,8 +109,8 @@ __global__ void add_kernel(const uint8_t* __restrict__ source, const int64_t* __
     const uint8_t* const from = source + k * layout.stride;
     Value* const to = rows + entries[k] * layout.width;
     for (int64_t j = threadIdx.x; j < layout.width; j += blockDim.x) {
-      const Value value =
-          kAligned ? reinterpret_cast<const Value*>(from)[j] : load<Value>(from + j * static_cast<int64_t>(sizeof(Value)));
+      const Value value = kAligned ? reinterpret_cast<const Value*>(from)[j]
+                                   : load<Value>(from + j * static_cast<int64_t>(sizeof(Value)));
       to[j] = add(to[j], value);
     }
   }
