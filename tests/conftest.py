@@ -84,13 +84,12 @@ def _descendants() -> dict[int, str]:
             head, _, tail = stat.read_text().rpartition(")")
         except OSError:
             continue  # ended meanwhile
-        state, parent = tail.split()[:2]
+        state, above = tail.split()[:2]
         if state not in "ZX":
             pid = int(stat.parent.name)
-            parents[pid], names[pid] = int(parent), head.partition("(")[2]
+            parents[pid], names[pid] = int(above), head.partition("(")[2]
     found: dict[int, str] = {}
-    for pid, parent in parents.items():
-        ancestor = parent
+    for pid, ancestor in parents.items():
         while ancestor in parents and ancestor != os.getpid():
             ancestor = parents[ancestor]
         if ancestor == os.getpid():

@@ -17,6 +17,7 @@ store, as it does under torchrun. All ranks share one hash seed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -224,10 +225,8 @@ def _end(processes: Sequence[ForkServerProcess], pipes: Sequence[Connection[Any,
 
 
 def _tell(pipe: Connection[Any, Any], value: object) -> None:
-    try:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its own pipe reports that
         pipe.send(value)
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the rank is gone, which its own pipe reports
 
 
 def _report(body: Callable[..., Any], outcomes: Sequence[Outcome]) -> str:
@@ -255,7 +254,7 @@ def _rank_main(
         body, args = pickle.loads(task)
         _connect(rank, num_ranks, pipe)
         pipe.send(("value", pickle.dumps(body(*args))))
-    except BaseException:  # noqa: BLE001 (pytest.fail and SystemExit are reported too)
+    except BaseException:  # pytest.fail and SystemExit are reported too
         pipe.send(("error", traceback.format_exc()))
     try:
         pipe.recv()

@@ -1,0 +1,236 @@
+"""Why an exchange broke: what the ranks leave for each other in the store when one of them fails.
+
+A rank that raises writes its reason before it closes its connections. Ranks that see a connection
+break, or wait in vain, write which rank they waited for, close theirs as well, and then look the
+first reason up. A rank that was killed or hangs writes nothing and is known by that.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+_STORE_LIMIT = 2.0  # seconds for one look at the store, which may be as dead as its rank
+_ROLL_CALL = 2.0  # seconds for the other ranks to say whom they waited for
+_LINGER = 1.0  # seconds rank 0 keeps the store up for the others
+_BROKEN = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "timeout caused pair closure",
+    "Connection refused",
+    "Socket closed",
+)
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, died or does not answer.
+
+    Attributes:
+        rank: The rank at fault as far as it is known, else None.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class Store(Protocol):
+    """What is used of a `torch.distributed` store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class FailureLog:
+    """The failure records of one group of ranks.
+
+    Args:
+        store: A store client of its own: an operation that blocks on it must not block others.
+        rank: This rank.
+        num_ranks: Ranks of the group.
+        timeout: How long the ranks wait for each other; for messages only.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout = timeout
+
+    def report(self, exception: BaseException) -> None:
+        """Records why this rank fails; call it before its connections are closed.
+
+        The first reason of all ranks stays. An error that is itself the echo of a broken
+        connection is recorded as such and never as the reason.
+        """
+        if is_echo(exception):
+            self._try(lambda: self._record(None, exception))
+            return
+        reason = json.dumps([self._rank, one_line(exception)])
+        self._try(lambda: self._store.compare_set("cause", "", reason))
+
+    def linger(self) -> None:
+        """Rank 0 serves the store: it gives the others a moment to look the reason up."""
+        self._linger(set(range(self._num_ranks)) - {self._rank})
+
+    def record(self, peer: int | None, error: BaseException) -> None:
+        """Notes whom this rank waited for in vain (None: any rank); call it before closing."""
+        self._try(lambda: self._record(peer, error))
+
+    def explain(self, peer: int | None, waiting: str, error: BaseException) -> PeerError:
+        """The error to raise after `record` and the closing of the connections.
+
+        Args:
+            peer: The rank waited for, None in a collective.
+            waiting: What this rank waited for, as in "halo rows in exchange 3".
+            error: What the backend said.
+        """
+        context = f"while rank {self._rank} waited for {waiting}"
+        try:
+            cause, records = self._roll_call()
+            self._linger(set(records) - {self._rank})
+        except _StoreGoneError:
+            return self._store_gone(peer, context, error)
+        if cause is not None:
+            rank, reason = cause
+            return PeerError(f"rank {rank} failed: {reason} ({context})", rank=rank)
+        return self._without_cause(records, peer, context, error)
+
+    def _record(self, peer: int | None, error: BaseException) -> None:
+        record = json.dumps([peer, "imed out" in str(error)])
+        self._store.set(f"victim/{self._rank}", record)
+
+    def _roll_call(self) -> tuple[tuple[int, str] | None, dict[int, tuple[int | None, bool]]]:
+        """The first reason, else whom each rank waited for once all but one rank have said so."""
+        deadline = time.monotonic() + _ROLL_CALL
+        while True:
+            cause, records = _bounded(self._look)
+            done = cause is not None or len(records) >= self._num_ranks - 1
+            if done or time.monotonic() > deadline:
+                _bounded(lambda: self._store.set(f"done/{self._rank}", ""))
+                return cause, records
+            time.sleep(0.02)
+
+    def _look(self) -> tuple[tuple[int, str] | None, dict[int, tuple[int | None, bool]]]:
+        cause = json.loads(self._store.get("cause")) if self._store.check(["cause"]) else None
+        records = {
+            rank: json.loads(self._store.get(f"victim/{rank}"))
+            for rank in range(self._num_ranks)
+            if self._store.check([f"victim/{rank}"])
+        }
+        return cause, records
+
+    def _without_cause(
+        self,
+        records: dict[int, tuple[int | None, bool]],
+        peer: int | None,
+        context: str,
+        error: BaseException,
+    ) -> PeerError:
+        silent = [rank for rank in range(self._num_ranks) if rank not in records]
+        culprits = _follow(peer, records, silent)
+        if culprits == [self._rank]:
+            return PeerError(
+                f"the other ranks gave rank {self._rank} up after {self._timeout} ({context}): it "
+                "was slower than `timeout` allows",
+                rank=self._rank,
+            )
+        names = "rank " + ", ".join(map(str, culprits)) if culprits else "a rank"
+        rank = culprits[0] if culprits else None
+        if any(timed_out for _, timed_out in records.values()):
+            return PeerError(
+                f"{names} did not answer within {self._timeout} ({context}): it hangs, left the "
+                "common order of exchanges, or needs a longer `timeout`",
+                rank=rank,
+            )
+        return PeerError(
+            f"{names} ended or lost its connection and left no reason ({context}): look at its "
+            f"own output, it may have been killed. {one_line(error)}",
+            rank=rank,
+        )
+
+    def _store_gone(self, peer: int | None, context: str, error: BaseException) -> PeerError:
+        rank = peer if self._rank == 0 else 0
+        return PeerError(
+            f"rank 0, or what serves the ranks' common store in its place, is gone ({context}"
+            f"{'' if peer is None else f', which lost rank {peer}'}): no reason can be looked up; "
+            f"see its own output. {one_line(error)}",
+            rank=rank,
+        )
+
+    def _linger(self, others: set[int]) -> None:
+        if self._rank != 0:
+            return
+        keys = [f"done/{rank}" for rank in others]
+        deadline = time.monotonic() + _LINGER
+        while time.monotonic() < deadline and not self._try(lambda: self._store.check(keys)):
+            time.sleep(0.02)
+
+    def _try(self, action: Callable[[], T]) -> T | None:
+        try:
+            return _bounded(action)
+        except _StoreGoneError:
+            return None
+
+
+class _StoreGoneError(Exception):
+    """The store does not answer."""
+
+
+def is_echo(exception: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    if isinstance(exception, PeerError):
+        return True
+    return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in _BROKEN)
+
+
+def one_line(exception: BaseException) -> str:
+    """Type and first line of an exception."""
+    lines = str(exception).strip().splitlines()
+    return f"{type(exception).__name__}: {lines[0][:500]}" if lines else type(exception).__name__
+
+
+def _follow(
+    peer: int | None, records: dict[int, tuple[int | None, bool]], silent: Iterable[int]
+) -> list[int]:
+    """Ranks at fault: the end of the chain of waits if it is silent, else all that are silent."""
+    seen: set[int] = set()
+    while peer in records and peer not in seen:
+        seen.add(peer)
+        following = records[peer][0]
+        if following is None:
+            break
+        peer = following
+    missing = list(silent)
+    if peer is not None and (peer in missing or not missing):
+        return [peer]
+    return missing
+
+
+def _bounded(action: Callable[[], T]) -> T:
+    """The action's value; a client blocks for good on a store whose process has been stopped."""
+    values: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            values.append(action())
+        except Exception as error:  # whatever it is, there is no answer
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="failure-log", daemon=True)
+    thread.start()
+    thread.join(_STORE_LIMIT)
+    if not values:
+        raise _StoreGoneError(str(errors[0]) if errors else "no answer from the store")
+    return values[0]
