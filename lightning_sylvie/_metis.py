@@ -1,16 +1,19 @@
-"""METIS in a process of its own: ``python -I _metis.py FOLDER`` reads a job and writes the parts.
+"""METIS in a process of its own, so that a crash of it ends nothing else.
 
-Imports numpy and pymetis only, so it starts fast and a crash of METIS ends nothing else. FOLDER
-holds ``job.json`` (num_parts, seed, objective, imbalance, and the import path to use),
-``edge_index.npy`` int64 ``(2, E)`` and ``weights.npy`` int64 ``(num_nodes, num_weights)``;
-``parts.npy`` int64 ``(num_nodes,)`` appears beside them.
+`solve_apart` runs this very file as ``python -I _metis.py FOLDER``. That process imports numpy and
+pymetis only, so it starts fast. FOLDER holds ``job.json`` (num_parts, seed, objective, imbalance,
+and the import path to use), ``edge_index.npy`` int64 ``(2, E)`` and ``weights.npy`` int64
+``(num_nodes, num_weights)``; ``parts.npy`` int64 ``(num_nodes,)`` appears beside them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import signal
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +24,60 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
+_SCRIPT = Path(__file__)
 _OBJTYPE, _SEED, _UFACTOR, _NUMBERING = 1, 8, 16, 17  # places in METIS's options, metis.h
 _OBJECTIVES = {"cut": 0, "volume": 1}
+
+
+def solve_apart(
+    edge_index: Ints,
+    weights: Ints,
+    *,
+    num_parts: int,
+    seed: int,
+    objective: str,
+    imbalance: float,
+) -> Ints:
+    """The part of each node, as METIS in another process finds it.
+
+    Raises:
+        RuntimeError: The process died or failed; says how, and what to use instead.
+    """
+    import numpy as np
+
+    with tempfile.TemporaryDirectory(prefix="lightning_sylvie_metis_") as name:
+        folder = Path(name)
+        np.save(folder / "edge_index.npy", edge_index)
+        np.save(folder / "weights.npy", weights)
+        job = {"num_parts": num_parts, "seed": seed, "objective": objective}
+        job |= {"imbalance": imbalance, "path": [str(entry) for entry in sys.path]}
+        (folder / "job.json").write_text(json.dumps(job))
+        _run(folder)
+        parts: Ints = np.load(folder / "parts.npy")
+        return parts
+
+
+def _run(folder: Path) -> None:
+    cure = "use partition='random' or 'streaming', or give an assignment"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-I", str(_SCRIPT), str(folder)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        raise RuntimeError(f"METIS could not be started ({error}): {cure}") from error
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        hint = ", most likely for lack of memory" if name == "SIGKILL" else ""
+        raise RuntimeError(f"METIS was ended by {name}{hint}: {cure}")
+    if child.returncode > 0:
+        said = child.stderr.strip().splitlines()[-1:] or ["no message"]
+        if "No module named 'pymetis'" in said[0]:
+            cure = f"pip install pymetis, {cure}"
+        raise RuntimeError(f"METIS failed with exit code {child.returncode} ({said[0]}): {cure}")
 
 
 @dataclass(frozen=True)

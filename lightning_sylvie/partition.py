@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import signal
-import subprocess
-import sys
-import tempfile
 from abc import ABC, abstractmethod
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sylvie._metis import solve_apart
 from lightning_sylvie._streaming import stream
 
 _MOST_PARTS = 2**31 - 1
-_METIS = Path(__file__).with_name("_metis.py")
 
 
 class Partitioner(ABC):
@@ -89,20 +82,16 @@ class Metis(Partitioner):
         if num_parts == 1:
             return torch.zeros(num_nodes, dtype=torch.int64)
         weights = _weights(graph_edge_index, num_nodes, train_mask)
-        with tempfile.TemporaryDirectory(prefix="lightning_sylvie_metis_") as name:
-            folder = Path(name)
-            np.save(folder / "edge_index.npy", graph_edge_index.numpy())
-            np.save(folder / "weights.npy", weights.numpy())
-            job = {
-                "num_parts": num_parts,
-                "seed": self.seed,
-                "objective": self.objective,
-                "imbalance": self.imbalance,
-                "path": sys.path,
-            }
-            (folder / "job.json").write_text(json.dumps(job))
-            _run_metis(folder)
-            parts = torch.from_numpy(np.load(folder / "parts.npy"))
+        parts = torch.from_numpy(
+            solve_apart(
+                graph_edge_index.numpy(),
+                weights.numpy(),
+                num_parts=num_parts,
+                seed=self.seed,
+                objective=self.objective,
+                imbalance=self.imbalance,
+            )
+        )
         parts = check_assignment(parts, num_nodes, num_parts)
         return _fill_empty(parts, weights[:, 0], num_parts)
 
@@ -278,26 +267,3 @@ def _fill_empty(parts: Tensor, work: Tensor, num_parts: int) -> Tensor:
         fullest = (parts == parts.bincount().argmax()).nonzero().squeeze(1)
         parts[fullest[work[fullest].argmin()]] = empty
     return parts
-
-
-def _run_metis(folder: Path) -> None:
-    cure = "use partition='random' or 'streaming', or give an assignment"
-    try:
-        child = subprocess.run(
-            [sys.executable, "-I", str(_METIS), str(folder)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        raise RuntimeError(f"METIS could not be started ({error}): {cure}") from error
-    if child.returncode < 0:
-        name = signal.Signals(-child.returncode).name
-        hint = ", most likely for lack of memory" if name == "SIGKILL" else ""
-        raise RuntimeError(f"METIS was ended by {name}{hint}: {cure}")
-    if child.returncode > 0:
-        said = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        if "No module named 'pymetis'" in said[0]:
-            cure = f"pip install pymetis, {cure}"
-        raise RuntimeError(f"METIS failed with exit code {child.returncode} ({said[0]}): {cure}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sylvie import _metis, partition
+from lightning_sylvie import _metis
 from lightning_sylvie.partition import (
     Assignment,
     Metis,
@@ -75,7 +75,8 @@ def test_work_and_training_nodes_are_balanced(
     edge_index, train_mask = community_graph(skewed=skewed)
     parts = partitioner.assign(edge_index, 4000, num_parts, train_mask)
     work = 1 + edge_index[1].bincount(minlength=4000)
-    assert parts.dtype == torch.int64 and parts.shape == (4000,)
+    assert parts.dtype == torch.int64
+    assert parts.shape == (4000,)
     assert balance(work, parts, num_parts) <= (1.15 if isinstance(partitioner, Random) else 1.1)
     assert balance(train_mask, parts, num_parts) <= 1.15
 
@@ -152,7 +153,8 @@ def test_random_sizes_differ_by_at_most_one() -> None:
     train_mask = torch.rand(103, generator=torch.Generator().manual_seed(0)) < 0.3
     parts = Random().assign(torch.empty(2, 0, dtype=torch.int64), 103, 4, train_mask)
     sizes, train = parts.bincount(), parts[train_mask].bincount(minlength=4)
-    assert sizes.max() - sizes.min() <= 1 and train.max() - train.min() <= 1
+    assert sizes.max() - sizes.min() <= 1
+    assert train.max() - train.min() <= 1
 
 
 @pytest.mark.parametrize("partitioner", AUTOMATIC, ids=lambda p: p.settings)
@@ -167,7 +169,8 @@ def test_requests_that_cannot_be_met(partitioner: Partitioner) -> None:
 def test_assignment_is_taken_as_given() -> None:
     given = torch.tensor([2, 0, 0, 2], dtype=torch.int32)
     parts = Assignment(given).assign(torch.empty(2, 0, dtype=torch.int64), 4, 4)
-    assert parts.dtype == torch.int64 and parts.tolist() == given.tolist()
+    assert parts.dtype == torch.int64
+    assert parts.tolist() == given.tolist()
     assert Assignment(given).settings == Assignment(given.long()).settings
     assert Assignment(given).settings != Assignment(given.flip(0) + 1).settings
 
@@ -215,7 +218,7 @@ def test_a_dead_metis_is_an_error(
 ) -> None:
     script = tmp_path / "child.py"
     script.write_text(body)
-    monkeypatch.setattr(partition, "_METIS", script)
+    monkeypatch.setattr(_metis, "_SCRIPT", script)
     with pytest.raises(RuntimeError, match=message):
         Metis().assign(torch.tensor([[0, 1], [1, 2]]), 3, 2)
 
@@ -225,7 +228,7 @@ def test_child_imports_neither_torch_nor_the_package() -> None:
         "import sys, runpy; runpy.run_path(sys.argv[1]);"
         "assert not {'torch', 'lightning_sylvie'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, str(partition._METIS)], check=True)
+    subprocess.run([sys.executable, "-c", code, str(_metis._SCRIPT)], check=True)
 
 
 def test_builds_of_pymetis_that_hide_metis_balance_work() -> None:
