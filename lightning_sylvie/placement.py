@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_sylvie.batch import graph_of, map_tensors, whole_graph
 from lightning_sylvie.partition import Partitioner
@@ -64,19 +65,32 @@ class Placement:
 
         Rows stand in the order of the graph's nodes. Every rank gets them.
         """
-        num_owned = shard.plan.num_owned
+        leaves, tree = tree_flatten(output)
+        per_node = [
+            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == shard.plan.num_owned
+            for leaf in leaves
+        ]
+        # A tensor is per node if it is so on every rank; a small part can match by chance.
+        agreed = [all(flags) for flags in zip(*self._transport.all_gather_object(per_node))]
+        if not any(agreed):
+            return output
+        order = self._all_rows(shard.node_id).argsort()
+        whole = [
+            self._all_rows(leaf)[order] if rows else leaf for leaf, rows in zip(leaves, agreed)
+        ]
+        return tree_unflatten(whole, tree)
 
-        def whole(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == num_owned:
-                return self._all_rows(value.detach(), shard)
-            return value
-
-        return tree_map(whole, output)
-
-    def _all_rows(self, rows: Tensor, shard: Shard) -> Tensor:
-        blocks = self._transport.all_gather_rows(rows)
-        ids = torch.cat(self._transport.all_gather_rows(shard.node_id))
-        return torch.cat(blocks)[ids.argsort()]
+    def _all_rows(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, in rank order."""
+        transport, rows = self._transport, rows.detach().contiguous()
+        counts = transport.all_gather_object(rows.shape[0])
+        to_others = [0 if peer == transport.rank else rows.shape[0] for peer in range(len(counts))]
+        from_others = [0 if peer == transport.rank else n for peer, n in enumerate(counts)]
+        payload = rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).view(torch.uint8)
+        others = transport.exchange(payload.repeat(len(counts) - 1, 1), to_others, from_others)
+        blocks = list(others.split(from_others))
+        blocks[transport.rank] = payload
+        return torch.cat(blocks).view(rows.dtype).view(-1, *rows.shape[1:])
 
     def _build(self, loader: Any, partition: Partitioner, reverse: bool) -> str:
         graph = graph_of(whole_graph(loader))

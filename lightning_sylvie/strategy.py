@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_module_states
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
@@ -25,6 +25,7 @@ from lightning_sylvie.placement import Placement
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.steplog import ALREADY_GLOBAL, StepLog
 from lightning_sylvie.transport import Transport, connect
+from lightning_sylvie.verify import Verification, verify
 
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 
@@ -311,6 +312,19 @@ class SylvieStrategy(DDPStrategy):
         if group is ALREADY_GLOBAL:
             return tensor
         return super().reduce(tensor, group, reduce_op)
+
+    def verify(
+        self, model: torch.nn.Module, data: Any, *, num_parts: int = 2, tolerance: float = 1e-9
+    ) -> Verification:
+        """Proves `model` with this strategy's partition and exchange; see `verify.verify`."""
+        return verify(
+            model,
+            data,
+            num_parts=num_parts,
+            partition=self.partition,
+            exchange=self.exchange,
+            tolerance=tolerance,
+        )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

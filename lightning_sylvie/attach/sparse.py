@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -58,9 +59,11 @@ def _csr(row: Tensor, column: Tensor, value: Tensor, size: tuple[int, int]) -> T
     order = torch.argsort(row, stable=True)
     ends = torch.bincount(row, minlength=size[0]).cumsum(0)
     start = torch.cat([ends.new_zeros(1), ends])
-    return torch.sparse_csr_tensor(
-        start, column[order], value[order], size=size, check_invariants=False
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(
+            start, column[order], value[order], size=size, check_invariants=False
+        )
 
 
 class AdjacencyCache:
