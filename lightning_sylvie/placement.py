@@ -30,8 +30,8 @@ class Placement:
 
     def __init__(self, transport: Transport, cache_dir: str | Path | None) -> None:
         self._transport = transport
-        self._store = ShardStore(cache_dir)
-        self._placed: dict[str, Shard] = {}
+        self._cache_dir = cache_dir
+        self._placed: dict[tuple[str, str], Shard] = {}
 
     def shard(
         self,
@@ -52,13 +52,13 @@ class Placement:
         Raises:
             ValueError: If the graph can't be cut, or the ranks hold different cuts.
         """
-        key = self._build(loader, partition, reverse) if self._transport.rank == 0 else ""
-        key = str(self._transport.broadcast_object(key, 0))
-        if key not in self._placed:
-            shard = self._read(key)
+        where = self._build(loader, partition, reverse) if self._transport.rank == 0 else None
+        folder, key = self._transport.broadcast_object(where, 0)
+        if (folder, key) not in self._placed:
+            shard = self._read(ShardStore(folder), key)
             self._agree(shard)
-            self._placed[key] = map_tensors(shard, change)
-        return self._placed[key]
+            self._placed[folder, key] = map_tensors(shard, change)
+        return self._placed[folder, key]
 
     def gather(self, output: Any, shard: Shard) -> Any:
         """`output` with every tensor of a row per owned node replaced by the whole graph's.
@@ -92,19 +92,46 @@ class Placement:
         blocks[transport.rank] = payload
         return torch.cat(blocks).view(rows.dtype).view(-1, *rows.shape[1:])
 
-    def _build(self, loader: Any, partition: Partitioner, reverse: bool) -> str:
+    def _build(self, loader: Any, partition: Partitioner, reverse: bool) -> tuple[str, str]:
+        """Folder and key of a complete entry with the parts."""
+        if (parts := getattr(loader, "folder", None)) is not None:
+            return str(parts.parent), parts.name
         graph = graph_of(whole_graph(loader))
         mask = graph.node.get("train_mask")
-        return self._store.open_or_build(
+        store = ShardStore(getattr(loader, "cache_dir", None) or self._cache_dir)
+        key = store.open_or_build(
             graph,
             getattr(loader, "partition", None) or partition,
             self._transport.num_ranks,
-            train_mask=mask if mask is not None and mask.dim() == 1 else None,
+            mask if mask is not None and mask.dim() == 1 else None,
             reverse=reverse,
         )
+        return str(store.folder), key
 
-    def _read(self, key: str) -> Shard:
-        raise NotImplementedError
+    def _read(self, store: ShardStore, key: str) -> Shard:
+        """This rank's part; sent by rank 0 to ranks whose host does not have the folder."""
+        transport = self._transport
+        held = transport.all_gather_object(store.holds(key, transport.rank))
+        if not held[0]:
+            store.verify(key)  # raises: rank 0 has just written it, or was given it
+        lacking = [rank for rank, holds in enumerate(held) if not holds]
+        if lacking:
+            sending = transport.rank == 0
+            files = [store.shard_bytes(key, rank) for rank in lacking] if sending else []
+            manifest, sizes = transport.broadcast_object(
+                (store.manifest(key), [len(file) for file in files]) if sending else None, 0
+            )
+            counts = [0] * transport.num_ranks
+            for rank, size in zip(lacking, sizes):
+                counts[rank] = size
+            mine = [0 if sending else counts[transport.rank], *[0] * (transport.num_ranks - 1)]
+            message = torch.cat(files) if sending else torch.empty(0, dtype=torch.uint8)
+            outgoing = counts if sending else [0] * transport.num_ranks
+            device = transport.device
+            received = transport.exchange(message.to(device).unsqueeze(1), outgoing, mine)
+            if not held[transport.rank]:
+                store.adopt(key, transport.rank, manifest, received.squeeze(1).cpu())
+        return store.read(key, transport.rank)
 
     def _agree(self, shard: Shard) -> None:
         """Raises unless all ranks hold parts of one cut."""

@@ -174,10 +174,10 @@ def _differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     """Largest difference of each quantity, relative to the largest expected value in it.
 
     A gradient that is zero but for rounding (a bias in front of a norm) is measured against a
-    millionth of the largest gradient.
+    thousandth of the largest gradient.
     """
     gradients = [v for name, v in expected.items() if name.startswith("gradient of ")]
-    floor = 1e-6 * max((float(value.abs().max()) for value in gradients), default=0.0)
+    floor = 1e-3 * max((float(value.abs().max()) for value in gradients), default=0.0)
     return {
         name: _difference(found.get(name), value, floor if "gradient" in name else 0.0)
         for name, value in expected.items()

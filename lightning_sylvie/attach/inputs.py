@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_sylvie.attach.message_passing import Attached
@@ -15,43 +14,40 @@ class HaloInput(Attached):
     """A layer that receives owned and halo rows and gives back owned rows.
 
     The halo rows go through everything the layer does before it aggregates, so this costs more
-    computation than `HaloMessagePassing` alone and suits layers that read neighbours once.
+    computation than `HaloMessagePassing` alone; in return the layer may read rows through
+    `edge_index` wherever it likes. What it reads in a second hop is exchanged where it reads it.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        attachment, plan = self.attachment, self.attachment.halo
-        if not plan.active or attachment.wide:
+        if not self.attachment.halo.active or self.attachment.wide.active:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = self._widened(args, kwargs)
-        with attachment.widening(self):
+        with self.attachment.wide.on():
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._owned(out)
 
     def _widened(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with halo rows appended to every tensor that has a row per owned node."""
-        bound = inspect.signature(self.original.forward).bind(self, *args, **kwargs)  # type: ignore[attr-defined]
-        found: list[Tensor] = []
-        _map_rows(self._is_node_level, found.append, bound.arguments)
-        moved = dict(zip(map(id, found), self.attachment.append(self, found, 0)))
-        bound.arguments = _map_rows(
-            self._is_node_level, lambda tensor: moved[id(tensor)], bound.arguments
-        )
+        forward = inspect.signature(self.original.forward)  # type: ignore[attr-defined]
+        bound = forward.bind(self, *args, **kwargs)
+        found: dict[int, Tensor] = {}
+        _map_rows(self._is_node_level, lambda t: found.setdefault(id(t), t), bound.arguments)
+        moved = dict(zip(found, self.attachment.append(self, found.values(), 0)))
+        bound.arguments = _map_rows(self._is_node_level, lambda t: moved[id(t)], bound.arguments)
         return bound.args[1:], bound.kwargs
 
     def _is_node_level(self, name: str, value: Tensor) -> bool:
-        num_owned = self.attachment.halo.plan.num_owned
-        cache = self.attachment.cache
         return (
-            not name.startswith("edge")
-            and not cache.keeps(value)
+            "edge" not in name
+            and not self.attachment.cache.keeps(value)
             and value.dim() > 0
-            and value.shape[0] == num_owned
+            and value.shape[0] == self.attachment.halo.plan.num_owned
         )
 
     def _owned(self, out: Any) -> Any:
-        num_rows, num_owned = self.attachment.halo.plan.num_rows, self.attachment.halo.plan.num_owned
-        if isinstance(out, torch.Tensor) and out.dim() and out.shape[0] == num_rows:
-            return out[:num_owned]
+        plan = self.attachment.halo.plan
+        if isinstance(out, Tensor) and out.dim() and out.shape[0] == plan.num_rows:
+            return out[: plan.num_owned]
         if isinstance(out, (tuple, list)):
             return type(out)(self._owned(part) for part in out)
         return out

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import DirGNNConv, MessagePassing
 from torch_geometric.utils import is_sparse
 
 if TYPE_CHECKING:
@@ -41,70 +41,113 @@ class Attached:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the layer that the user wrote."""
-        return copyreg.__newobj__, (self.original,), self.__dict__  # type: ignore[attr-defined]
+        state = self.__dict__ | forgotten(self)
+        return copyreg.__newobj__, (self.original,), state  # type: ignore[attr-defined]
 
 
 class HaloMessagePassing(Attached, MessagePassing):
     """A `MessagePassing` layer whose sources are owned and halo rows, its targets owned rows."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)
+        except IndexError as error:
+            if not self.attachment.halo.active:
+                raise
+            raise IndexError(self._advice(error)) from error
+
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         halo = self.attachment.halo
-        if halo.active and not self.attachment.wide:
+        if halo.active and is_sparse(edge_index):
+            raise TypeError(
+                f"{self.attachment.path(self)}: expected the part's edge_index, got a sparse "
+                "matrix; keep edges as `edge_index`, the fused product is used where it can be"
+            )
+        if halo.active and not self.attachment.wide.active:
             matrix = self.attachment.cache.matrix(self, edge_index, halo.plan, kwargs)
             edge_index = edge_index if matrix is None else matrix
-        elif halo.active:
-            self.attachment.note_hop(self, kwargs)
         return MessagePassing.propagate(self, edge_index, size, **kwargs)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         return MessagePassing.edge_updater(self, edge_index, size, **kwargs)
 
     def _collect(self, args: Any, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Any:
-        halo = self.attachment.halo
-        if not halo.active or self.attachment.wide:
+        if not self.attachment.halo.active:
             return super()._collect(args, edge_index, size, kwargs)
         if is_sparse(edge_index):
-            given = {name: kwargs.get(name) for name in args}
-            return given | {"x": self._extended({"x": kwargs["x"]}, pair=False)["x"]}
-        names = sorted({arg[:-2] for arg in args if arg.endswith("_j")})
-        source_dim = 0 if self.flow == "source_to_target" else 1
-        sources = {name: kwargs[name] for name in names if _read(kwargs.get(name), source_dim)}
-        size[source_dim], size[1 - source_dim] = halo.plan.num_rows, halo.plan.num_owned
-        extended = self._extended(sources, pair=True)
-        collected = super()._collect(args, edge_index, size, kwargs | extended)
+            (x,) = self._extended({"x": kwargs["x"]}).values()
+            return {name: kwargs.get(name) for name in args} | {"x": x}
+        sources = self._sources(args, kwargs)
+        if self.attachment.wide.active:
+            pairs = self._refreshed(sources, hop=args is not self._edge_user_args)
+        else:
+            plan = self.attachment.halo.plan
+            size[self._near], size[self._far] = plan.num_owned, plan.num_rows
+            pairs = self._extended(sources)
+        collected = super()._collect(args, edge_index, size, kwargs | pairs)
         collected.update({name: value for name, value in sources.items() if name in args})
         return collected
 
-    def _extended(self, sources: dict[str, Any], *, pair: bool) -> dict[str, Any]:
-        """Each source with its halo rows, beside its owned rows where both sides are read."""
-        source_dim = 0 if self.flow == "source_to_target" else 1
-        picked = {
-            name: value[source_dim] if isinstance(value, (tuple, list)) else value
-            for name, value in sources.items()
+    @property
+    def _far(self) -> int:
+        """Which end of an edge, and which part of a pair, is the neighbour that is read."""
+        return 0 if self.flow == "source_to_target" else 1
+
+    @property
+    def _near(self) -> int:
+        return 1 - self._far
+
+    def _sources(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is read of neighbours, in an order that is the same on every rank."""
+        names = sorted({arg[:-2] for arg in args if arg.endswith("_j")})
+        found = {name: kwargs.get(name) for name in names}
+        return {name: v for name, v in found.items() if isinstance(self._end(v, self._far), Tensor)}
+
+    def _extended(self, sources: dict[str, Any]) -> dict[str, Any]:
+        """Each source as a pair: owned and halo rows of the neighbours, owned rows of the rest."""
+        far = [self._end(value, self._far) for value in sources.values()]
+        moved = self.attachment.append(self, far, self.node_dim)
+        return {
+            name: self._pair(rows, self._end(value, self._near))
+            for (name, value), rows in zip(sources.items(), moved)
         }
-        moved = dict(zip(picked, self.attachment.append(self, picked.values(), self.node_dim)))
-        out: dict[str, Any] = {}
-        for name, value in sources.items():
-            if isinstance(value, (tuple, list)):
-                out[name] = (moved[name], value[1]) if source_dim == 0 else (value[0], moved[name])
-            elif pair:
-                out[name] = (moved[name], value) if source_dim == 0 else (value, moved[name])
-            else:
-                out[name] = moved[name]
-        return out
+
+    def _refreshed(self, sources: dict[str, Any], *, hop: bool) -> dict[str, Any]:
+        """The sources whose halo rows are not their owners' any more, with halo rows that are."""
+        wide, num_owned = self.attachment.wide, self.attachment.halo.plan.num_owned
+        ends = {name: self._end(value, self._far) for name, value in sources.items()}
+        stale = {name: end for name, end in ends.items() if wide.is_stale(end)}
+        wide.note_read(ends.values(), hop=hop)
+        owned = [end.narrow(self.node_dim, 0, num_owned) for end in stale.values()]
+        moved = self.attachment.append(self, owned, self.node_dim)
+        return {
+            name: self._pair(rows, self._end(sources[name], self._near))
+            for name, rows in zip(stale, moved)
+        }
+
+    @staticmethod
+    def _end(value: Any, end: int) -> Any:
+        """A pair's part for one end of the edges; a single value stands for both ends."""
+        return value[end] if isinstance(value, (tuple, list)) and len(value) == 2 else value
+
+    def _pair(self, far: Any, near: Any) -> tuple[Any, Any]:
+        return (far, near) if self._far == 0 else (near, far)
+
+    def _advice(self, error: IndexError) -> str:
+        return (
+            f"{self.attachment.path(self)}: {error}. Its forward reads rows through `edge_index` "
+            "outside of `message` and `edge_update`, where neighbours' rows are; use "
+            'exchange="input", or pass what it reads through `propagate` as a name ending in _j'
+        )
 
 
-def _read(value: Any, source_dim: int) -> bool:
-    """Whether rows are read from `value` through the edges' sources."""
-    if isinstance(value, (tuple, list)):
-        return len(value) == 2 and isinstance(value[source_dim], Tensor)
-    return isinstance(value, Tensor)
+def forgotten(layer: Any) -> dict[str, None]:
+    """What the layer keeps of the graph it saw last, emptied."""
+    return {name: None for name in vars(layer) if name.startswith("_cached_")}
 
 
 def wants_out_edges(modules: Iterable[Any]) -> bool:
     """Whether one of the layers reads its out-neighbours."""
-    from torch_geometric.nn import DirGNNConv
-
     return any(
         isinstance(module, DirGNNConv)
         or (isinstance(module, MessagePassing) and module.flow == "target_to_source")
