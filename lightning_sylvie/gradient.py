@@ -48,8 +48,12 @@ class GradientReducer:
         return "; ".join(bucket.signature for bucket in self._buckets)
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Sums the gradients; call it once per step on every rank, after backward.
+    def reduce(self, *, scale: float = 1.0) -> None:
+        """Sums the gradients; call it on every rank after backward.
+
+        Args:
+            scale: Multiplies the sums. With losses multiplied by the number of ranks and 1 / that
+                number here, gradients that are reduced already count once in a second call.
 
         Raises:
             ValueError: If a gradient is sparse.
@@ -61,7 +65,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.fill()
             self._transport.all_reduce(bucket.buffer)
-            bucket.hand_out(self._transport)
+            bucket.hand_out(self._transport, scale)
 
 
 class _Bucket:
@@ -110,10 +114,11 @@ class _Bucket:
         trainable = [parameter.requires_grad for parameter in self.parameters]
         self._flags.copy_(torch.tensor(used + trainable))
 
-    def hand_out(self, transport: Transport) -> None:
-        """Copies the sums back; a parameter used by other ranks only gets a new gradient."""
-        targets, sums = [], []
-        unused = []
+    def hand_out(self, transport: Transport, scale: float) -> None:
+        """Scales the sums and copies them back, also to a parameter that only other ranks used."""
+        if scale != 1.0:
+            self.buffer[: -len(self._flags)].mul_(scale)
+        targets, sums, unused = [], [], []
         for index, (total, parameter) in enumerate(zip(self._grads, self.parameters, strict=True)):
             if _used(parameter):
                 assert parameter.grad is not None
@@ -134,7 +139,8 @@ class _Bucket:
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(parameter.shape)} requires a gradient on "
                     f"{trainable[index]} of {transport.num_ranks} ranks, and on rank "
-                    f"{transport.rank} it is {parameter.requires_grad}: freeze it on all ranks or none"
+                    f"{transport.rank} it is {parameter.requires_grad}: freeze it on "
+                    "all ranks or none"
                 )
             if parameter.requires_grad and used[index]:
                 parameter.grad = torch.empty_like(parameter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
@@ -25,7 +24,7 @@ class AllToAll(GroupTransport):
         self, transfer: Transfer, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> None:
         def post(group: ProcessGroup) -> Work:
-            return dist.all_to_all_single(
+            work: Work = dist.all_to_all_single(
                 transfer.rows,
                 transfer.message,
                 list(recv_counts),
@@ -33,6 +32,7 @@ class AllToAll(GroupTransport):
                 group=group,
                 async_op=True,
             )
+            return work
 
         transfer.peers.append(None)
         transfer.works.append(self.guard(post, None, transfer.name))
@@ -40,12 +40,7 @@ class AllToAll(GroupTransport):
     def _wait(self, transfer: Transfer) -> None:
         self.guard(lambda _: transfer.works[0].wait(), None, transfer.name)
 
-    def _device(self) -> torch.device:
-        if dist.get_backend(self._group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
     def _release(self, *, failed: bool) -> None:
-        if failed and self._group is not None and dist.get_backend(self._group) == "nccl":
+        if failed and self._group is not None and self.device.type == "cuda":
             self._group.abort()  # shutting down would wait for the collective that has failed
         super()._release(failed=failed)

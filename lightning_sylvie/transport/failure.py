@@ -74,7 +74,7 @@ class FailureLog:
         connection is recorded as such and never as the reason.
         """
         if is_echo(exception):
-            self._try(lambda: self._record(None, exception))
+            self.record(getattr(exception, "rank", None), exception)
             return
         reason = json.dumps([self._rank, one_line(exception)])
         self._try(lambda: self._store.compare_set("cause", "", reason))

@@ -37,7 +37,7 @@ class GroupTransport(Transport):
     """
 
     def __init__(self, group: ProcessGroup, *, timeout: timedelta) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size(), _device(group))
         self._group: ProcessGroup | None = group
         self._timeout = timeout
         self._under_way: list[Transfer] = []
@@ -83,10 +83,6 @@ class GroupTransport(Transport):
     def _wait(self, transfer: Transfer) -> None:
         """Waits for the transfer's works, through `guard`."""
 
-    @abstractmethod
-    def _device(self) -> torch.device:
-        """Where the backend wants its tensors."""
-
     def _release(self, *, failed: bool) -> None:
         """Gives the group up. Overridden where a failed group needs more than that."""
         with contextlib.suppress(ValueError):  # destroyed before, together with the world
@@ -122,7 +118,7 @@ class GroupTransport(Transport):
 
     def _gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes. Built on the two calls above so that it fails as they do."""
-        sizes = torch.zeros(self.num_ranks, dtype=torch.int64, device=self._device())
+        sizes = torch.zeros(self.num_ranks, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
         self._all_reduce(sizes)
         recv_counts = sizes.tolist()
@@ -132,9 +128,9 @@ class GroupTransport(Transport):
         message = torch.empty(others, len(data), dtype=torch.uint8)
         if data:
             message[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        message = message.view(-1, 1).to(self._device())
+        message = message.view(-1, 1).to(self.device)
         pending = self._start(message, send_counts, recv_counts, "objects")
-        parts = [part.cpu().numpy().tobytes() for part in pending.wait().split(recv_counts)]
+        parts = [part.cpu().numpy().tobytes() for part in torch.split(pending.wait(), recv_counts)]
         parts[self.rank] = data
         return parts
 
@@ -146,6 +142,12 @@ class GroupTransport(Transport):
         self._release(failed=failed)
         self._group = None
         self._under_way.clear()  # now, as the group no longer reads or writes the buffers
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 @final

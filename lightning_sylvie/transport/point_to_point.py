@@ -32,8 +32,8 @@ class PointToPoint(GroupTransport):
     ) -> None:
         assert transfer.message is not None
         tag = self._num_started % _NUM_TAGS
-        incoming = transfer.rows.split(list(recv_counts))
-        outgoing = transfer.message.split(list(send_counts))
+        incoming = torch.split(transfer.rows, list(recv_counts))
+        outgoing = torch.split(transfer.message, list(send_counts))
         for step in range(1, self.num_ranks):  # each rank begins with another peer
             peer = (self.rank - step) % self.num_ranks
             self._add(transfer, peer, incoming[peer], _receive(incoming[peer], peer, tag))
@@ -53,9 +53,6 @@ class PointToPoint(GroupTransport):
         for index, peer in enumerate(transfer.peers):
             wait = _wait(transfer, index, deadline)
             self.guard(wait, peer, f"rank {peer}'s {transfer.name}")
-
-    def _device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def _receive(part: Tensor, peer: int, tag: int) -> Callable[[ProcessGroup], Work]:

@@ -32,15 +32,17 @@ class Transport(ABC):
     Attributes:
         rank: This rank.
         num_ranks: Ranks of the group.
+        device: Where messages live.
         bytes_sent: Payload bytes sent to each rank by `start` so far, exactly rows * stride.
         bytes_received: Payload bytes from each rank, likewise.
         num_exchanges: Calls of `start` so far.
         num_all_reduces: Calls of `all_reduce` so far.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, device: torch.device | None = None) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self.device = torch.device("cpu") if device is None else device
         self.bytes_sent = [0] * num_ranks
         self.bytes_received = [0] * num_ranks
         self.num_exchanges = 0
