@@ -60,7 +60,7 @@ def main() -> None:
         print(f"graph: {graph.num_nodes} nodes, {graph.num_edges} edges")
         print(f"test accuracy, one process:   {alone:.4f}")
         print(f"test accuracy, {args.devices} processes:   {parts:.4f}")
-        print(f"log: tensorboard --logdir {trainer.log_dir}")
+        print(f"log: tensorboard --logdir {logger.log_dir}")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Placement:
         where = self._build(loader, partition, reverse) if self._transport.rank == 0 else None
         folder, key = self._transport.broadcast_object(where, 0)
         if (folder, key) not in self._placed:
-            shard = self._read(ShardStore(folder), key)
+            shard = self._read(ShardStore(folder), key, change(torch.empty(0)).device)
             self._agree(shard)
             self._placed[folder, key] = map_tensors(shard, change)
         return self._placed[folder, key]
@@ -108,7 +108,7 @@ class Placement:
         )
         return str(store.folder), key
 
-    def _read(self, store: ShardStore, key: str) -> Shard:
+    def _read(self, store: ShardStore, key: str, device: torch.device) -> Shard:
         """This rank's part; sent by rank 0 to ranks whose host does not have the folder."""
         transport = self._transport
         held = transport.all_gather_object(store.holds(key, transport.rank))
@@ -127,7 +127,6 @@ class Placement:
             mine = [0 if sending else counts[transport.rank], *[0] * (transport.num_ranks - 1)]
             message = torch.cat(files) if sending else torch.empty(0, dtype=torch.uint8)
             outgoing = counts if sending else [0] * transport.num_ranks
-            device = transport.device
             received = transport.exchange(message.to(device).unsqueeze(1), outgoing, mine)
             if not held[transport.rank]:
                 store.adopt(key, transport.rank, manifest, received.squeeze(1).cpu())
