@@ -203,12 +203,14 @@ class _Append(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.halo, ctx.plan = halo, plan
         extended = _push(halo, plan, tensors)
-        ctx.mark_non_differentiable(*(t for t in extended if not t.is_floating_point()))
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(t for t, need in zip(extended, needed) if not need))
         return tuple(extended)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.halo._recent = []  # their graph is used up
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         folded = iter(_pull(ctx.halo, ctx.plan, [grads[i] for i in wanted]))
         return None, None, *(next(folded) if i in wanted else None for i in range(len(grads)))
