@@ -31,7 +31,7 @@ class Placement:
     def __init__(self, transport: Transport, cache_dir: str | Path | None) -> None:
         self._transport = transport
         self._cache_dir = cache_dir
-        self._placed: dict[tuple[str, str], Shard] = {}
+        self._placed: dict[str, Shard] = {}
 
     def shard(
         self,
@@ -52,13 +52,15 @@ class Placement:
         Raises:
             ValueError: If the graph can't be cut, or the ranks hold different cuts.
         """
-        where = self._build(loader, partition, reverse) if self._transport.rank == 0 else None
-        folder, key = self._transport.broadcast_object(where, 0)
-        if (folder, key) not in self._placed:
-            shard = self._read(ShardStore(folder), key, change(torch.empty(0)).device)
+        store, key = self._entry(loader)
+        if self._transport.rank == 0 and key is None:
+            key = self._build(store, loader, partition, reverse)
+        key = str(self._transport.broadcast_object(key, 0))
+        if key not in self._placed:
+            shard = self._read(store, key, change(torch.empty(0)).device)
             self._agree(shard)
-            self._placed[folder, key] = map_tensors(shard, change)
-        return self._placed[folder, key]
+            self._placed[key] = map_tensors(shard, change)
+        return self._placed[key]
 
     def gather(self, output: Any, shard: Shard) -> Any:
         """`output` with every tensor of a row per owned node replaced by the whole graph's.
@@ -92,21 +94,23 @@ class Placement:
         blocks[transport.rank] = payload
         return torch.cat(blocks).view(rows.dtype).view(-1, *rows.shape[1:])
 
-    def _build(self, loader: Any, partition: Partitioner, reverse: bool) -> tuple[str, str]:
-        """Folder and key of a complete entry with the parts."""
+    def _entry(self, loader: Any) -> tuple[ShardStore, str | None]:
+        """This host's store, and the key of parts made ahead."""
         if (parts := getattr(loader, "folder", None)) is not None:
-            return str(parts.parent), parts.name
+            return ShardStore(parts.parent), parts.name
+        return ShardStore(getattr(loader, "cache_dir", None) or self._cache_dir), None
+
+    def _build(self, store: ShardStore, loader: Any, partition: Partitioner, reverse: bool) -> str:
+        """The key of a complete entry with the parts of the graph that `loader` yields."""
         graph = graph_of(whole_graph(loader))
         mask = graph.node.get("train_mask")
-        store = ShardStore(getattr(loader, "cache_dir", None) or self._cache_dir)
-        key = store.open_or_build(
+        return store.open_or_build(
             graph,
             getattr(loader, "partition", None) or partition,
             self._transport.num_ranks,
             mask if mask is not None and mask.dim() == 1 else None,
             reverse=reverse,
         )
-        return str(store.folder), key
 
     def _read(self, store: ShardStore, key: str, device: torch.device) -> Shard:
         """This rank's part; sent by rank 0 to ranks whose host does not have the folder."""
