@@ -26,6 +26,14 @@ class HaloInput(Attached):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._owned(out)
 
+    def message(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attachment.wide.on_edges():
+            return super().message(*args, **kwargs)  # type: ignore[misc]
+
+    def edge_update(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attachment.wide.on_edges():
+            return super().edge_update(*args, **kwargs)  # type: ignore[misc]
+
     def _widened(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with halo rows appended to every tensor that has a row per owned node."""
         forward = inspect.signature(self.original.forward)  # type: ignore[attr-defined]

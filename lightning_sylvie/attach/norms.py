@@ -24,7 +24,7 @@ class GlobalNorm(Attached):
     def rows(self, x: Tensor) -> Tensor:
         """The rows that count: owned ones, where a layer holds halo rows too."""
         plan = self.attachment.halo.plan
-        wide = self.attachment.wide and x.shape[0] == plan.num_rows
+        wide = self.attachment.wide.on_nodes and x.shape[0] == plan.num_rows
         return x[: plan.num_owned] if wide else x
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:

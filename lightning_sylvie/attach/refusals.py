@@ -53,9 +53,21 @@ REFUSED: dict[str, str] = {
 """Class name in `torch_geometric.nn` -> why, and what to use instead."""
 
 
-def refusals(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """``(full path and class of a layer, why and what to use instead)`` for every refused layer."""
-    types = {getattr(pyg_nn, name): why for name, why in REFUSED.items() if hasattr(pyg_nn, name)}
+REFUSED_AT_INPUT: dict[str, str] = {
+    "ClusterGCNConv": 'it expects a self loop at every row it holds; use exchange="message"',
+}
+"""Likewise, only with ``exchange="input"``."""
+
+
+def refusals(module: torch.nn.Module, *, at_input: bool) -> Iterator[tuple[str, str]]:
+    """``(full path and class of a layer, why and what to use instead)`` for every refused layer.
+
+    Args:
+        module: The model.
+        at_input: Whether halo rows are exchanged at the layers' inputs.
+    """
+    reasons = REFUSED | (REFUSED_AT_INPUT if at_input else {})
+    types = {getattr(pyg_nn, name): why for name, why in reasons.items() if hasattr(pyg_nn, name)}
     inside_layers: set[int] = set()
     for path, layer in module.named_modules():
         why = next((why for kind, why in types.items() if isinstance(layer, kind)), None)
