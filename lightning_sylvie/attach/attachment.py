@@ -98,10 +98,7 @@ class Attachment:
         rows = [t if dim == 0 else t.movedim(dim, 0) for t, dim in zip(tensors, dims)]
         if not rows:
             return []
-        try:
-            moved = self.halo.append(*rows)
-        except ValueError as error:
-            raise ValueError(f"{self.path(layer)}: {error}") from error
+        moved = self.halo.append(*rows, name=self.path(layer))
         return [t if dim == 0 else t.movedim(0, dim) for t, dim in zip(moved, dims)]
 
     @contextmanager

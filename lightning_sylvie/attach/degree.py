@@ -86,7 +86,7 @@ class Degrees:
             edge_weight = _ones(edge_index, dtype)
         row, column = edge_index
         sums = utils.scatter(edge_weight, row, 0, self._halo.plan.num_rows, reduce="sum")
-        (degree,) = self._halo.append(self._halo.fold(sums))
+        (degree,) = self._halo.append(self._halo.fold(sums), exact=True)
         loop_index, _ = utils.add_self_loops(edge_index[:, :0], num_nodes=owned)
         loops = torch.ones_like(degree[:owned])
         if normalization is None:
@@ -105,7 +105,7 @@ class Degrees:
         counts: Tensor = utils.degree(index, num_nodes, dtype)
         if not self._wide.active or num_nodes != self._halo.plan.num_rows:
             return counts
-        (everywhere,) = self._halo.append(self._halo.fold(counts.double()))
+        (everywhere,) = self._halo.append(self._halo.fold(counts.double()), exact=True)
         return everywhere.to(counts.dtype)
 
     def add_self_loops(
@@ -155,7 +155,7 @@ class Degrees:
         centre = column if flow == "source_to_target" else row
         sums = utils.scatter(edge_weight, centre, 0, plan.num_rows, reduce="sum")
         scale = _zero_where_infinite(sums[: plan.num_owned].pow(-0.5))
-        (scale,) = self._halo.append(scale)
+        (scale,) = self._halo.append(scale, exact=True)
         return edge_index, scale[row] * edge_weight * scale[column]
 
 
