@@ -69,9 +69,20 @@ class SylvieModule(LightningModule):
             if unknown := set(metrics) - {"acc", "f1", "auroc"}:
                 raise ValueError(f'expected metrics among "acc", "f1", "auroc", got {unknown}')
         self._wanted = metrics
+        self._log_every = 1
         self.metrics = torch.nn.ModuleDict()
         takes = inspect.signature(model.forward).parameters
         self._extras = [name for name in EXTRAS if name in takes]
+
+    def on_train_start(self) -> None:
+        """Finds out who reads the training metrics: telling them to nobody costs as much as a step.
+
+        A progress bar and a monitor read them at every step, loggers every `log_every_n_steps`.
+        """
+        monitors = [getattr(callback, "monitor", None) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        monitors += [config.monitor for config in self.trainer.lr_scheduler_configs]
+        read = self.trainer.progress_bar_callback or {"train_loss", "train_acc"} & set(monitors)
+        self._log_every = 1 if read else max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
 
     def forward(self, data: Any) -> Tensor:
         """Scores of every node of `data`, ``(num_nodes, num_classes)``."""
@@ -82,10 +93,11 @@ class SylvieModule(LightningModule):
     def training_step(self, data: Any, _: int) -> Tensor:
         scores, labels = self._masked(self(data), data, "train_mask")
         loss = self._loss_of(scores, labels)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        if labels.dim() == 1:
-            correct = (scores.detach().argmax(-1) == labels).float()
-            self.log("train_acc", correct.mean(), on_step=True, on_epoch=False, batch_size=1)
+        if (self.global_step + 1) % self._log_every == 0:
+            self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+            if labels.dim() == 1:
+                correct = (scores.detach().argmax(-1) == labels).float()
+                self.log("train_acc", correct.mean(), on_step=True, on_epoch=False, batch_size=1)
         return loss
 
     def validation_step(self, data: Any, _: int) -> None:

@@ -9,7 +9,8 @@ which layers of `torch_geometric.nn` can't be right on a cut graph; everything e
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,16 @@ from torch import Tensor
 from lightning_sylvie.graph import Graph
 
 D, H, RELATIONS, EDGE_DIM = 8, 6, 3, 4
-NOT_RUN = {
-    "SplineConv": "pyg-lib",
-    "XConv": "torch-cluster",
-    "CuGraphSAGEConv": "cugraph",
-    "CuGraphGATConv": "cugraph",
-    "CuGraphRGCNConv": "cugraph",
-    "FusedGATConv": "dgNN",
+EDGE_INPUTS = ("edge_weight", "edge_attr", "edge_type")
+NOT_RUN = {"SplineConv": "needs pyg-lib"}
+"""Layers whose dependency is not installed where the proof runs."""
+ROWS = {
+    "Stack": "LGConv, stacked",
+    "JumpingStack": "JumpingKnowledge",
+    "UserConv": "MessagePassing (a layer of your own)",
+    "UserEdgeConv": "MessagePassing (a layer of your own)",
 }
-"""Layers whose dependency is not installed where the table is made."""
+"""Class of this file -> the row of the table that it stands for."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Entry:
     def layer(self) -> str:
         """The row of the table."""
         name = self.code.partition("(")[0]
-        return name if name.startswith("torch.") else name.rpartition(".")[2]
+        return ROWS.get(name, name)
 
     @property
     def variant(self) -> str:
@@ -62,8 +64,7 @@ class Entry:
         assert isinstance(made, ast.Call)
         shown = [ast.unparse(a) for a in made.args if not isinstance(a, (ast.Name, ast.Constant))]
         shown += [ast.unparse(keyword) for keyword in made.keywords]
-        given = [part.strip() for part in self.call.split(",")]
-        shown += [part for part in given if part.startswith(("edge_w", "edge_a", "edge_t", "x_0"))]
+        shown += [part for part in self.call.split(", ") if part in EDGE_INPUTS]
         return ", ".join(shown) or "default"
 
     def build(self) -> torch.nn.Module:
@@ -86,7 +87,7 @@ class Entry:
 def mlp(*channels: int, norm: bool = False) -> torch.nn.Sequential:
     """Linear layers with ReLU, and BatchNorm if asked for, between them."""
     layers: list[torch.nn.Module] = []
-    for fan_in, fan_out in zip(channels[:-1], channels[1:], strict=True):
+    for fan_in, fan_out in itertools.pairwise(channels):
         layers += [torch.nn.BatchNorm1d(fan_in)] if norm and layers else []
         layers += [torch.nn.ReLU()] if layers else []
         layers.append(torch.nn.Linear(fan_in, fan_out))
@@ -248,18 +249,22 @@ _CONVS = {
         FeaStConv(D, H, heads=2)
         FeaStConv(D, H, heads=2, add_self_loops=False)
         LEConv(D, H)
-        PNAConv(D, H, ["mean", "max", "std"], ["identity", "amplification", "attenuation"], histogram)
-        PNAConv(D, H, ["sum", "min", "var"], ["linear", "inverse_linear"], histogram, towers=2, train_norm=True)
+        PNAConv(D, H, ["mean", "max", "std"], ["identity", "amplification", "attenuation"],
+            histogram)
+        PNAConv(D, H, ["sum", "min", "var"], ["linear", "inverse_linear"], histogram, towers=2,
+            train_norm=True)
         ClusterGCNConv(D, H, diag_lambda=0.5)
         GENConv(D, H)
         GENConv(D, H, learn_t=True, norm="layer", num_layers=3)
-        GENConv(D, D, aggr="powermean", learn_p=True, msg_norm=True, learn_msg_scale=True, norm="layer")
+        GENConv(D, D, aggr="powermean", learn_p=True, msg_norm=True, learn_msg_scale=True,
+            norm="layer")
         WLConvContinuous()
         FiLMConv(D, H)
         SuperGATConv(D, H, heads=2)
         SuperGATConv(D, H, heads=2, concat=False, attention_type="SD", edge_sample_ratio=0.5)
         EGConv(D, H, num_heads=2, num_bases=3)
-        EGConv(D, H, num_heads=2, num_bases=3, add_self_loops=False, aggregators=["sum", "mean", "max", "min"])
+        EGConv(D, H, num_heads=2, num_bases=3, add_self_loops=False,
+            aggregators=["sum", "mean", "max", "min"])
         EGConv(D, H, num_heads=2, num_bases=3, aggregators=["sum", "std", "var"])
         GeneralConv(D, H)
         GeneralConv(D, H, attention=True, heads=2)
@@ -334,7 +339,8 @@ _CONVS = {
         FastRGCNConv(D, H, RELATIONS, num_bases=2)
         RGATConv(D, H, RELATIONS)
         RGATConv(D, H, RELATIONS, attention_mechanism="within-relation", num_bases=2, heads=2)
-        RGATConv(D, H, RELATIONS, attention_mode="multiplicative-self-attention", mod="scaled", dim=2)
+        RGATConv(D, H, RELATIONS, attention_mode="multiplicative-self-attention", mod="scaled",
+            dim=2)
         RGATConv(D, H, RELATIONS, mod="additive", num_blocks=2, concat=False)
         RGATConv(D, H, RELATIONS, mod="f-additive")
         RGATConv(D, H, RELATIONS, mod="f-scaled")
@@ -448,10 +454,14 @@ _MODELS = {
         GIN(D, 10, 3, H, norm="batch_norm")
         GIN(D, 10, 3, H, jk="cat")
         GIN(D, 10, 3, H, jk="lstm", norm="batch_norm")
-        PNA(D, 10, 3, H, aggregators=["mean", "max", "std"], scalers=["identity", "attenuation"], deg=histogram)
-        PNA(D, 10, 3, H, aggregators=["mean", "min"], scalers=["identity", "linear"], deg=histogram, norm="batch_norm")
-        PNA(D, 10, 3, H, aggregators=["mean", "max"], scalers=["identity", "attenuation"], deg=histogram, jk="max")
-        PNA(D, 10, 3, H, aggregators=["sum"], scalers=["attenuation"], deg=histogram, jk="cat", norm="batch_norm")
+        PNA(D, 10, 3, H, aggregators=["mean", "max", "std"],
+            scalers=["identity", "attenuation"], deg=histogram)
+        PNA(D, 10, 3, H, aggregators=["mean", "min"], scalers=["identity", "linear"],
+            deg=histogram, norm="batch_norm")
+        PNA(D, 10, 3, H, aggregators=["mean", "max"], scalers=["identity", "attenuation"],
+            deg=histogram, jk="max")
+        PNA(D, 10, 3, H, aggregators=["sum"], scalers=["attenuation"], deg=histogram, jk="cat",
+            norm="batch_norm")
         EdgeCNN(D, 10, 3, H)
         EdgeCNN(D, 10, 3, H, norm="batch_norm")
         EdgeCNN(D, 10, 3, H, jk="cat")
@@ -485,11 +495,21 @@ def entries() -> list[Entry]:
     """Every layer and variant of the proof."""
     groups = {"conv": _CONVS, "norm": _NORMS, "model": _MODELS}
     return [
-        Entry(line.strip(), call, kind)
+        Entry(code, call, kind)
         for kind, calls in groups.items()
-        for call, lines in calls.items()
-        for line in lines.strip().splitlines()
+        for call, text in calls.items()
+        for code in _expressions(text)
     ]
+
+
+def _expressions(text: str) -> Iterator[str]:
+    """One for each line; a line whose brackets are open goes on in the next."""
+    code = ""
+    for line in text.strip().splitlines():
+        code = f"{code} {line.strip()}".strip()
+        if code.count("(") == code.count(")"):
+            yield code
+            code = ""
 
 
 def make_graph(*, directed: bool, num_nodes: int = 72, seed: int = 0) -> Graph:

@@ -8,27 +8,42 @@ runs the whole catalogue in one configuration.
 
 from __future__ import annotations
 
+import copy
 import functools
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from catalogue import Entry, entries, make_graph
+from catalogue import NOT_RUN, Entry, entries, make_graph
 from ranks import run_ranks
 from torch import Tensor
+from torch_geometric.nn import conv, norm
 
-from lightning_sylvie.attach import Attachment, Exchange, RefusedLayerError
+from lightning_sylvie.attach import REFUSED, Attachment, Exchange, RefusedLayerError
+from lightning_sylvie.attach.refusals import REFUSED_AT_INPUT
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.graph import Graph
 from lightning_sylvie.partition import Metis, Random
 from lightning_sylvie.shard import Shard, cut_each
 from lightning_sylvie.transport import Transport, connect
 
+TABLE = Path(__file__).parents[1] / "docs" / "layers.md"
+INTRODUCTION = """\
+# Layers
+
+Made by `python tests/write_layer_table.py`; `tests/test_transparency.py` proves it and fails if
+this file says something else. "exact": outputs, loss, every gradient, buffers, the weights after
+Adam steps and outputs in evaluation mode equal those of one process to 1e-10 relative, in float64,
+on 1, 2 and 4 ranks, on a directed and an undirected graph, for METIS and random parts, parts
+without a common boundary, and a rank without training nodes. `message` and `input` are the values
+of `exchange`.
+"""
 TOLERANCE = 1e-10
 INPUTS = ("x", "x_0", "hops")
 Record = dict[str, dict[str, Tensor]]
@@ -44,7 +59,7 @@ class Config:
             training node on rank 1) or "empty" (no node at all on rank 1).
         directed: Which of the two graphs.
         exchange: Where the halo rows come in.
-        steps: Adam steps.
+        steps: Adam steps of a layer; a model makes ten.
     """
 
     num_ranks: int
@@ -53,15 +68,21 @@ class Config:
     exchange: Exchange
     steps: int
 
+    def runs(self, entry: Entry) -> bool:
+        """Whether the entry is in it. PyG's own layers can't all run on no rows at all."""
+        return entry.kind == "model" or self.partition != "empty"
+
+    def num_steps(self, entry: Entry) -> int:
+        return 10 if entry.kind == "model" else self.steps
+
     def assignment(self, graph: Graph) -> Tensor:
         """The part of each node, int64 ``(num_nodes,)``."""
-        if self.num_ranks == 1:
-            return torch.zeros(graph.num_nodes, dtype=torch.int64)
+        edges, num_nodes = graph.edge_index, graph.num_nodes
         if self.partition == "metis":
-            return Metis().assign(graph.edge_index, graph.num_nodes, self.num_ranks)
+            return Metis().assign(edges, num_nodes, self.num_ranks)
         if self.partition == "bands":
-            return torch.arange(graph.num_nodes) * self.num_ranks // graph.num_nodes
-        parts = Random(seed=3).assign(graph.edge_index, graph.num_nodes, self.num_ranks)
+            return torch.arange(num_nodes) * self.num_ranks // num_nodes
+        parts = Random(seed=3).assign(edges, num_nodes, self.num_ranks)
         if self.partition == "untrained":
             parts[graph.node["train_mask"] & (parts == 1)] = 0
         if self.partition == "empty":
@@ -69,9 +90,27 @@ class Config:
         return parts
 
 
+MESSAGE = [
+    Config(1, "random", True, "message", 2),
+    Config(2, "metis", True, "message", 10),
+    Config(2, "random", False, "message", 2),
+    Config(4, "random", True, "message", 2),
+    Config(4, "metis", False, "message", 2),
+    Config(4, "bands", True, "message", 2),
+    Config(4, "untrained", False, "message", 2),
+    Config(4, "empty", True, "message", 2),
+]
+INPUT = [Config(2, "metis", True, "input", 2), Config(4, "untrained", False, "input", 2)]
+
+
 def part_of(config: Config, graph: Graph, rank: int) -> Shard:
     """The shard of `rank`, with the out-edges for the layers that read them."""
-    shards = cut_each(graph, config.assignment(graph), config.num_ranks, reverse=True)
+    return part(graph, config.assignment(graph), config.num_ranks, rank)
+
+
+def part(graph: Graph, assignment: Tensor, num_parts: int, rank: int) -> Shard:
+    """One shard of a cut, with the out-edges for the layers that read them."""
+    shards = cut_each(graph, assignment, num_parts, reverse=True)
     return next(shard for number, shard in enumerate(shards) if number == rank)
 
 
@@ -82,15 +121,22 @@ def reference(entry: Entry, graph: Graph, steps: int) -> Record:
     return train(entry, entry.build(), given, num_train, steps, None)
 
 
-def run_entry(entry: Entry, shard: Shard, transport: Transport, config: Config) -> Record:
+def run_entry(
+    entry: Entry, built: torch.nn.Module, shard: Shard, transport: Transport, config: Config
+) -> Record:
     """The layer attached on one rank. Row-wise results are of the owned rows."""
-    module, halo = entry.build(), Halo(transport)
+    module, halo = copy.deepcopy(built), Halo(transport)
     attachment = Attachment(module, halo, exchange=config.exchange)
     attachment.keep(shard)
     given = {**shard.node, **shard.edge, "edge_index": shard.edge_index}
     with halo.using(shard, checking=False):
         record = train(
-            entry, module, given, shard.mask_counts["train_mask"], config.steps, transport
+            entry,
+            module,
+            given,
+            shard.mask_counts["train_mask"],
+            config.num_steps(entry),
+            transport,
         )
     attachment.detach()
     return record | {"node_id": {"": shard.node_id}}
@@ -117,7 +163,7 @@ def train(
         module.zero_grad()
         loss.backward()
         if transport is not None:
-            reduce(parameters.values(), transport)
+            reduce(list(parameters.values()), transport)
         if step == 0:
             record["loss"] = {"": loss}
             record["gradient of"] = {
@@ -128,11 +174,20 @@ def train(
             }
         if optimizer is not None:
             optimizer.step()
-    record["trained"] = {n: p for n, p in module.named_parameters()}
+    record["trained"] = dict(module.named_parameters())
     record["buffer"] = {n: b.clone() for n, b in module.named_buffers()}
     with torch.no_grad():
         record["evaluation outputs"] = {"": entry(module.eval(), given | copies(leaves))}
     return {kind: {n: t.detach() for n, t in values.items()} for kind, values in record.items()}
+
+
+def run_or_refuse(
+    entry: Entry, built: torch.nn.Module, shard: Shard, transport: Transport, config: Config
+) -> Record | str:
+    try:
+        return run_entry(entry, built, shard, transport, config)
+    except RefusedLayerError as error:
+        return f"refused: {error}"
 
 
 def copies(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,16 +202,15 @@ def masked_mean(out: Tensor, target: Tensor, mask: Tensor, num_train: int) -> Te
     return rows.mean() * (len(rows) / num_train) if len(rows) else rows.sum()
 
 
-def reduce(parameters: Any, transport: Transport) -> None:
+def reduce(parameters: Sequence[Tensor], transport: Transport) -> None:
     """Sums every gradient that some rank has over the ranks."""
-    parameters = list(parameters)
-    used = torch.tensor([float(p.grad is not None) for p in parameters])
-    transport.all_reduce(used)
-    for parameter, some in zip(parameters, used.tolist(), strict=True):
-        if some:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            transport.all_reduce(grad)
-            parameter.grad = grad
+    used = [float(p.grad is not None) for p in parameters]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([torch.tensor(used), *(grad.flatten() for grad in grads)])
+    transport.all_reduce(flat)
+    used_somewhere, *summed = flat.split([len(used), *(grad.numel() for grad in grads)])
+    for parameter, some, grad in zip(parameters, used_somewhere.tolist(), summed, strict=True):
+        parameter.grad = grad.view_as(parameter) if some else None
 
 
 def compare(parts: Sequence[Record], expected: Record) -> str:
@@ -193,3 +247,128 @@ def differences(found: Record, expected: Record) -> Iterator[tuple[float, str]]:
                 error = float((value.double() - other.double()).abs().max()) / scale
                 if not error <= TOLERANCE:
                     yield error, f"{kind} {name}".strip()
+
+
+Results = dict[tuple[str, Config], "Record | str"]
+
+
+def run_catalogue(configs: list[Config], assignments: list[Tensor]) -> Results:
+    """Rank body: results of every entry in every configuration, or why there are none."""
+    torch.set_default_dtype(torch.float64)
+    limit = timedelta(seconds=60)
+    transport = connect(dist.new_group(timeout=limit), timeout=limit)
+    shards = [
+        part(make_graph(directed=config.directed), assignment, config.num_ranks, dist.get_rank())
+        for config, assignment in zip(configs, assignments, strict=True)
+    ]
+    found: Results = {}
+    try:
+        for entry in entries():
+            built = entry.build()
+            for config, shard in zip(configs, shards, strict=True):
+                if config.runs(entry):
+                    found[entry.name, config] = f"failed: {entry.name} in {config}"
+                    found[entry.name, config] = run_or_refuse(
+                        entry, built, shard, transport, config
+                    )
+    except Exception as error:
+        transport.report_failure(error)
+        found[entry.name, config] = traceback.format_exc()
+    transport.close()
+    return found
+
+
+@functools.cache
+def results(num_ranks: int) -> list[Results]:
+    """What every rank finds; the ranks are started once for all configurations."""
+    configs = [config for config in (*MESSAGE, *INPUT) if config.num_ranks == num_ranks]
+    assignments = [c.assignment(make_graph(directed=c.directed)) for c in configs]
+    return run_ranks(run_catalogue, num_ranks, configs, assignments, timeout=500)
+
+
+@functools.cache
+def expected(entry: Entry, directed: bool, steps: int) -> Record:
+    """The reference; in float64, also where a layer makes tensors of the default type."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return reference(entry, make_graph(directed=directed), steps)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def verdict(entry: Entry, config: Config) -> str:
+    """ "exact", "refused: why", or what is wrong."""
+    missing = "not run: an earlier layer failed"
+    parts = [found.get((entry.name, config), missing) for found in results(config.num_ranks)]
+    if reasons := {part for part in parts if isinstance(part, str)}:
+        return "\n".join(sorted(reasons))
+    whole = expected(entry, config.directed, config.num_steps(entry))
+    return compare(parts, whole) or "exact"  # type: ignore[arg-type]
+
+
+ENTRIES = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+
+
+@ENTRIES
+def test_a_layer_in_parts_equals_the_whole(entry: Entry) -> None:
+    verdicts = {config: verdict(entry, config) for config in MESSAGE if config.runs(entry)}
+    assert set(verdicts.values()) == {"exact"}, _shown(verdicts)
+
+
+@ENTRIES
+def test_a_layer_with_the_exchange_at_its_input_equals_the_whole(entry: Entry) -> None:
+    verdicts = {config: verdict(entry, config) for config in INPUT}
+    if entry.layer in REFUSED_AT_INPUT:
+        assert all(REFUSED_AT_INPUT[entry.layer] in value for value in verdicts.values())
+    else:
+        assert set(verdicts.values()) == {"exact"}, _shown(verdicts)
+
+
+def _shown(verdicts: dict[Config, str]) -> str:
+    return "\n".join(f"{config}: {value}" for config, value in verdicts.items())
+
+
+def test_every_conv_and_norm_is_proven_or_refused() -> None:
+    proven = {entry.layer for entry in entries()} | {"MessagePassing"}
+    for name in (*conv.__all__, *norm.__all__):
+        assert (name in proven) + (name in REFUSED) + (name in NOT_RUN) == 1, name
+
+
+def test_the_table_of_layers_is_what_the_proof_finds() -> None:
+    assert TABLE.read_text() == table(), "run `python tests/write_layer_table.py`"
+
+
+def table() -> str:
+    """docs/layers.md, from the verdicts."""
+    rows: dict[str, list[Entry]] = {}
+    for entry in entries():
+        rows.setdefault(entry.layer, []).append(entry)
+    lines = INTRODUCTION.splitlines()
+    for title, kind in (("Convolutions", "conv"), ("Norms", "norm"), ("Models", "model")):
+        lines += ["", f"## {title}", "", "| layer | variants proven | `message` | `input` |"]
+        lines += ["|---|---|---|---|"]
+        names = {name for name, found in rows.items() if found[0].kind == kind}
+        for name in sorted(names, key=str.lower):
+            variants = "<br>".join(f"`{entry.variant}`" for entry in rows[name])
+            message = _cell(rows[name], MESSAGE)
+            lines.append(f"| {name} | {variants} | {message} | {_cell(rows[name], INPUT)} |")
+    lines += ["", "## Refused", "", "| layer | why, and what to use instead |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in sorted(REFUSED.items())]
+    lines += ["", "## Not run", "", "| layer | why |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in sorted(NOT_RUN.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: list[Entry], configs: list[Config]) -> str:
+    """What the table says of a layer; never "exact" unless every variant is in every run."""
+    name = found[0].layer
+    if configs is INPUT and name in REFUSED_AT_INPUT:
+        return f"refused: {REFUSED_AT_INPUT[name]}"
+    wrong = [
+        entry.variant
+        for entry in found
+        for config in configs
+        if config.runs(entry) and verdict(entry, config) != "exact"
+    ]
+    return f"**not exact**: {', '.join(wrong)}" if wrong else "exact"
