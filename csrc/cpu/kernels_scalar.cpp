@@ -1,0 +1,5 @@
+// The row kernels in plain C++.
+#include "cpu/blocks_scalar.h"
+#include "cpu/kernels.h"
+// Order matters: the rows are written in terms of the blocks above.
+#include "cpu/minmax_rows.h"
