@@ -15,7 +15,7 @@ constexpr float kSmallestScale = 1.17549435e-38f;  // smallest normal float: its
 
 // The levels zero, zero + scale, ... of a row, exactly as its reader will compute them.
 struct Grid {
-  float scale;    // 0: the row has no levels, see store_constant
+  float scale;  // 0: the row has no levels, see store_constant
   float zero;
   float inverse;  // of scale
 };
@@ -38,8 +38,9 @@ SYLVIE_HOST_DEVICE float power_above(float value) {
 
 SYLVIE_HOST_DEVICE float at_least(float value, float lowest) { return value > lowest ? value : lowest; }
 
-// Scale and zero in bf16, rounded outward. Values so far apart that a level is infinite give a NaN scale.
-SYLVIE_HOST_DEVICE Grid wide_grid(float low, float high, float top) {
+// Scale and zero in bf16, rounded outward.
+SYLVIE_HOST_DEVICE Grid wide_grid(float low, float high, int bits) {
+  const float top = static_cast<float>((1 << bits) - 1);
   const float zero = bf16_below(low);
   float scale = at_least(bf16_above((high - zero) / top), kSmallestScale);
   if (top * scale + zero < high) {  // the quotient was rounded down
@@ -48,28 +49,33 @@ SYLVIE_HOST_DEVICE Grid wide_grid(float low, float high, float top) {
   return {scale, zero, 1.0f / scale};
 }
 
-// Scale a power of two, zero a multiple -128..127 of it: two bytes. All levels are exact.
-SYLVIE_HOST_DEVICE Grid narrow_grid(float low, float high, float top) {
-  const float offset = (low < 0 ? -low : low) / 128.0f;
+// The step of a narrow row's zero, in units of its scale: a sixteenth of what the codes span.
+SYLVIE_HOST_DEVICE float zero_step(int bits) { return bit_cast<float>(static_cast<uint32_t>(127 + bits - 4) << 23); }
+
+// Scale a power of two, zero a multiple -128..127 of its step: two bytes. All levels are exact. Rows further from 0
+// than eight times their range get a coarser scale, which keeps them unbiased.
+SYLVIE_HOST_DEVICE Grid narrow_grid(float low, float high, int bits) {
+  const float top = static_cast<float>((1 << bits) - 1);
+  const float step = zero_step(bits);
+  const float offset = (low < 0 ? -low : low) / (128.0f * step);
   float scale = power_above(at_least(at_least((high - low) / top, offset), kSmallestScale));
-  float multiple = floorf(low / scale);
-  while (is_finite(scale) && (multiple < -128.0f || multiple > 127.0f || high / scale > multiple + top)) {
+  float multiple = floorf(low / scale / step);
+  while (is_finite(scale) && (multiple < -128.0f || multiple > 127.0f || high / scale > multiple * step + top)) {
     scale = scale * 2.0f;
-    multiple = floorf(low / scale);
+    multiple = floorf(low / scale / step);
   }
-  return {scale, multiple * scale, 1.0f / scale};
+  return {scale, multiple * step * scale, 1.0f / scale};
 }
 
-// The levels of a row of values low..high, both finite; top is the highest code. The scale is 0 if they are equal
-// and NaN if a level would be infinite.
-SYLVIE_HOST_DEVICE Grid make_grid(float low, float high, int top, int64_t width) {
+// The levels of a row of values low..high, both finite. The scale is 0 if they are equal and NaN if a level would be
+// infinite.
+SYLVIE_HOST_DEVICE Grid make_grid(float low, float high, int bits, int64_t width) {
   low = low + 0.0f;  // -0 and 0 are one minimum, whichever came first
   if (low == high) {
     return {0.0f, low, 0.0f};
   }
-  const float levels = static_cast<float>(top);
-  Grid grid = is_narrow(width) ? narrow_grid(low, high, levels) : wide_grid(low, high, levels);
-  if (!is_finite(grid.zero) || !is_finite(levels * grid.scale + grid.zero)) {
+  Grid grid = is_narrow(width) ? narrow_grid(low, high, bits) : wide_grid(low, high, bits);
+  if (!is_finite(grid.zero) || !is_finite(static_cast<float>((1 << bits) - 1) * grid.scale + grid.zero)) {
     grid.scale = bit_cast<float>(0x7fc00000u);
   }
   return grid;
@@ -89,10 +95,10 @@ SYLVIE_HOST_DEVICE float value_of(uint32_t code, const Grid& grid) {
   return static_cast<float>(code) * grid.scale + grid.zero;
 }
 
-SYLVIE_HOST_DEVICE void store_grid(const Grid& grid, uint8_t* side, int64_t width) {
+SYLVIE_HOST_DEVICE void store_grid(const Grid& grid, uint8_t* side, int64_t width, int bits) {
   if (is_narrow(width)) {
     side[0] = static_cast<uint8_t>(bit_cast<uint32_t>(grid.scale) >> 23);
-    side[1] = static_cast<uint8_t>(static_cast<int8_t>(grid.zero * grid.inverse));
+    side[1] = static_cast<uint8_t>(static_cast<int8_t>(grid.zero * grid.inverse / zero_step(bits)));
   } else {
     store16(side, static_cast<uint16_t>(bit_cast<uint32_t>(grid.scale) >> 16));
     store16(side + 2, static_cast<uint16_t>(bit_cast<uint32_t>(grid.zero) >> 16));
@@ -100,10 +106,10 @@ SYLVIE_HOST_DEVICE void store_grid(const Grid& grid, uint8_t* side, int64_t widt
 }
 
 // What store_grid wrote; of a row without levels the scale is 0. The inverse is the writer's alone.
-SYLVIE_HOST_DEVICE Grid load_grid(const uint8_t* side, int64_t width) {
+SYLVIE_HOST_DEVICE Grid load_grid(const uint8_t* side, int64_t width, int bits) {
   if (is_narrow(width)) {
     const float scale = bit_cast<float>(static_cast<uint32_t>(side[0]) << 23);
-    return {scale, static_cast<float>(static_cast<int8_t>(side[1])) * scale, 0.0f};
+    return {scale, static_cast<float>(static_cast<int8_t>(side[1])) * zero_step(bits) * scale, 0.0f};
   }
   return {widen(BFloat16{load16(side)}), widen(BFloat16{load16(side + 2)}), 0.0f};
 }

@@ -85,7 +85,9 @@ SYLVIE_INLINE float horizontal_min(Vector values) {
 class Extremes {
  public:
   SYLVIE_INLINE Extremes()
-      : low_(fill(bit_cast<float>(0x7f800000u))), high_(fill(bit_cast<float>(0xff800000u))), nan_(_mm256_setzero_ps()) {}
+      : low_(fill(bit_cast<float>(0x7f800000u))),
+        high_(fill(bit_cast<float>(0xff800000u))),
+        nan_(_mm256_setzero_ps()) {}
   SYLVIE_INLINE void add(const Block& block) {
     for (int i = 0; i < kVectors; ++i) {
       low_.part[i] = _mm256_min_ps(low_.part[i], block.part[i]);
@@ -96,13 +98,13 @@ class Extremes {
     }
   }
   SYLVIE_INLINE float low() const {
-    const Vector low = _mm256_min_ps(_mm256_min_ps(low_.part[0], low_.part[1]), //
+    const Vector low = _mm256_min_ps(_mm256_min_ps(low_.part[0], low_.part[1]),  //
                                      _mm256_min_ps(low_.part[2], low_.part[3]));
     return horizontal_min(low);
   }
   SYLVIE_INLINE float high() const {
-    const Vector high = _mm256_max_ps(_mm256_max_ps(high_.part[0], high_.part[1]),
-                                      _mm256_max_ps(high_.part[2], high_.part[3]));
+    const Vector high =
+        _mm256_max_ps(_mm256_max_ps(high_.part[0], high_.part[1]), _mm256_max_ps(high_.part[2], high_.part[3]));
     return -horizontal_min(_mm256_xor_ps(high, _mm256_set1_ps(-0.0f)));
   }
   SYLVIE_INLINE bool is_finite() const {
@@ -211,6 +213,110 @@ SYLVIE_INLINE Block unpack(const uint8_t* codes, const Grid& grid) {
   }
   return block;
 }
+
+SYLVIE_INLINE Vector add_vector(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+SYLVIE_INLINE Vector subtract_vector(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+
+SYLVIE_INLINE Block subtract(const Block& a, float b) {
+  Block difference;
+  for (int i = 0; i < kVectors; ++i) {
+    difference.part[i] = _mm256_sub_ps(a.part[i], _mm256_set1_ps(b));
+  }
+  return difference;
+}
+
+SYLVIE_INLINE Block multiply(const Block& a, const Block& b) {
+  Block product;
+  for (int i = 0; i < kVectors; ++i) {
+    product.part[i] = _mm256_mul_ps(a.part[i], b.part[i]);
+  }
+  return product;
+}
+
+SYLVIE_INLINE Block absolute(const Block& a) {
+  Block sizes;
+  for (int i = 0; i < kVectors; ++i) {
+    sizes.part[i] = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.part[i]);
+  }
+  return sizes;
+}
+
+// The value, negative where a bit is set.
+SYLVIE_INLINE Block signed_block(uint32_t word, float value) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  Block block;
+  for (int i = 0; i < kVectors; ++i) {
+    const __m256i shift = _mm256_sub_epi32(_mm256_set1_epi32(31 - kLanes * i), lanes);
+    const __m256i shifted = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shift);
+    const Vector signs = _mm256_and_ps(_mm256_castsi256_ps(shifted), _mm256_set1_ps(-0.0f));
+    block.part[i] = _mm256_xor_ps(_mm256_set1_ps(value), signs);
+  }
+  return block;
+}
+
+SYLVIE_INLINE uint32_t sign_bits(const Block& block) {
+  uint32_t word = 0;
+  for (int i = 0; i < kVectors; ++i) {
+    word |= static_cast<uint32_t>(_mm256_movemask_ps(block.part[i])) << i * kLanes;
+  }
+  return word;
+}
+
+// The levels of the transform inside a vector: a partner's value is added to a value or its negative. The product
+// with 1 or -1 is exact, so this fused operation rounds as an addition does.
+SYLVIE_INLINE Vector hadamard_vector(Vector v) {
+  const Vector signs4 = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);
+  const Vector signs2 = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
+  const Vector signs1 = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
+  v = _mm256_fmadd_ps(v, signs4, _mm256_permute2f128_ps(v, v, 0x01));
+  v = _mm256_fmadd_ps(v, signs2, _mm256_permute_ps(v, 0x4e));
+  return _mm256_fmadd_ps(v, signs1, _mm256_permute_ps(v, 0xb1));
+}
+
+// Unnormalized Hadamard transform of the block, the widest level first.
+SYLVIE_INLINE Block hadamard_block(const Block& block) {
+  const Vector a = _mm256_add_ps(block.part[0], block.part[2]), b = _mm256_add_ps(block.part[1], block.part[3]);
+  const Vector c = _mm256_sub_ps(block.part[0], block.part[2]), d = _mm256_sub_ps(block.part[1], block.part[3]);
+  return {{hadamard_vector(_mm256_add_ps(a, b)), hadamard_vector(_mm256_sub_ps(a, b)),
+           hadamard_vector(_mm256_add_ps(c, d)), hadamard_vector(_mm256_sub_ps(c, d))}};
+}
+
+// The bits of the largest absolute value so far, as integers: NaN and infinity are largest.
+class Largest {
+ public:
+  SYLVIE_INLINE Largest() : bits_(_mm256_setzero_si256()) {}
+  SYLVIE_INLINE void add(const Block& block) {
+    for (int i = 0; i < kVectors; ++i) {
+      const __m256i bits = _mm256_castps_si256(block.part[i]);
+      bits_ = _mm256_max_epi32(bits_, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    }
+  }
+  SYLVIE_INLINE uint32_t bits() const {
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(bits_), _mm256_extracti128_si256(bits_, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1))));
+  }
+
+ private:
+  __m256i bits_;
+};
+
+// A sum in an order that all kernels share: 32 lanes, which are then added in halves.
+class LaneSum {
+ public:
+  SYLVIE_INLINE LaneSum() : lanes_(fill(0.0f)) {}
+  SYLVIE_INLINE void add(const Block& block) { lanes_ = avx2::add(lanes_, block); }
+  SYLVIE_INLINE float total() const {
+    const Vector sum =
+        _mm256_add_ps(_mm256_add_ps(lanes_.part[0], lanes_.part[2]), _mm256_add_ps(lanes_.part[1], lanes_.part[3]));
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
+
+ private:
+  Block lanes_;
+};
 
 }  // namespace avx2
 }  // namespace sylvie

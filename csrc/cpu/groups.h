@@ -63,7 +63,7 @@ inline std::vector<int64_t> row_limits(const std::vector<Group>& groups, const i
 // gap or overlap exactly if every entry passes: the order of a group is checked in full while it is used.
 template <typename Body>
 int64_t visit_group(const int64_t* entries, Group group, int64_t first_row, int64_t last_row, int64_t num_rows,
-                    int64_t ahead, const Body& body) {
+                    int64_t ahead, Body& body) {
   const auto find = [&](int64_t row) {
     return std::lower_bound(entries + group.begin, entries + group.end, row) - entries;
   };
@@ -95,7 +95,7 @@ void visit_groups(const std::vector<int64_t>& counts, const int64_t* entries, in
   // An exception must not cross the C interface of parallel_for, so a bad entry is noted, and raised after it.
   std::atomic<int64_t> bad_entry{kNone};
   const auto run = [&](int64_t begin, int64_t end) {
-    const auto body = make_body();
+    auto body = make_body();
     for (int64_t task = begin; task < end; ++task) {
       for (const Group group : groups) {  // in peer order: the sum is the same for any number of tasks
         const int64_t bad = visit_group(entries, group, limits[task], limits[task + 1], num_rows, ahead, body);

@@ -58,11 +58,11 @@ SYLVIE_TARGET bool quantize_row(const Value* row, int64_t width, RowKey key, uin
   }
   Grid grid{0.0f, 0.0f, 0.0f};
   if (extremes.is_finite()) {
-    grid = make_grid(extremes.low(), extremes.high(), (1 << kBits) - 1, width);
+    grid = make_grid(extremes.low(), extremes.high(), kBits, width);
   }
   if (grid.scale > 0.0f) {
     write_codes<Value, kBits>(row, width, grid, key, record, next);
-    store_grid(grid, record + code_bytes(width, kBits), width);
+    store_grid(grid, record + code_bytes(width, kBits), width, kBits);
     return true;
   }
   std::memset(record, 0, code_bytes(width, kBits));
@@ -100,7 +100,7 @@ SYLVIE_TARGET void put_constant(float value, int64_t width, Value* row) {
 
 template <typename Value, int kBits, bool kAdd>
 SYLVIE_TARGET void dequantize_row(const uint8_t* record, int64_t width, Value* row, const Value* next) {
-  const Grid grid = load_grid(record + code_bytes(width, kBits), width);
+  const Grid grid = load_grid(record + code_bytes(width, kBits), width, kBits);
   if (grid.scale == 0.0f) {
     return put_constant<kAdd>(load_constant(record, width, kBits), width, row);
   }

@@ -32,7 +32,7 @@ void quantize_each(const Layout& layout, const int64_t* entries, const Tensor& b
   const int64_t ahead = prefetch_distance(layout.row_bytes);
   const auto row_of = [&](int64_t k) { return entries == nullptr ? k : entries[k]; };
   const auto run = [&](int64_t begin, int64_t end) {
-    const auto body = make_body();
+    auto body = make_body();
     for (int64_t k = begin; k < end; ++k) {
       const int64_t row = row_of(k);
       if (!is_inside(row, 0, layout.num_rows)) {
@@ -57,7 +57,7 @@ template <typename MakeBody>
 void dequantize_each(const Layout& layout, const MakeBody& make_body) {
   const int64_t ahead = prefetch_distance(layout.row_bytes);
   const auto run = [&](int64_t begin, int64_t end) {
-    const auto body = make_body();
+    auto body = make_body();
     for (int64_t k = begin; k < end; ++k) {
       body(k, k, std::min(k + ahead, end - 1));
     }

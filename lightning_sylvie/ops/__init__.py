@@ -9,6 +9,12 @@ from lightning_sylvie.ops.minmax import (
     minmax_row_bytes,
     quantize_rows,
 )
+from lightning_sylvie.ops.rotate import (
+    rotate_dequantize_add_rows,
+    rotate_dequantize_rows,
+    rotate_quantize_rows,
+    rotated_row_bytes,
+)
 from lightning_sylvie.ops.rows import (
     scatter_add_rows,
     scatter_add_rows_reference,
@@ -25,4 +31,8 @@ __all__ = [
     "quantize_rows",
     "dequantize_rows",
     "dequantize_add_rows",
+    "rotated_row_bytes",
+    "rotate_quantize_rows",
+    "rotate_dequantize_rows",
+    "rotate_dequantize_add_rows",
 ]

@@ -16,6 +16,8 @@ from lightning_sylvie.ops.records import (
     NARROW_WIDTH,
     add_groups,
     bf16_bytes,
+    float_bits,
+    float_from_bits,
     from_bf16_bytes,
     pack,
     report_bad,
@@ -51,12 +53,12 @@ def quantize_rows(
     width, keys = values.size(1), noise.row_keys(key, id)
     if values.numel() == 0:
         return
-    grid = _make_grid(values, 2**bits - 1)
+    grid = _make_grid(values, bits)
     is_bad = grid.scale.isnan()
     constant = torch.where(is_bad, _NAN, values[:, :1])
     offsets = (values - grid.zero) * (1 / grid.scale) + noise.dithers(keys, width)
     codes = (offsets.nan_to_num(1).long() - 1).clamp(max=2**bits - 1)
-    record = torch.cat([pack(codes, bits), _grid_bytes(grid, width)], dim=1)
+    record = torch.cat([pack(codes, bits), _grid_bytes(grid, width, bits)], dim=1)
     has_levels = grid.scale > 0
     record = torch.where(has_levels, record, constant_record(constant, keys, width, bits))
     message[:, offset : offset + record.size(1)] = record
@@ -80,41 +82,51 @@ def dequantize_add_rows(
     add_groups(_decode(message, offset, bits, rows.size(1)), index, counts, rows)
 
 
-def _make_grid(values: Tensor, top: int) -> Grid:
+def _make_grid(values: Tensor, bits: int) -> Grid:
     is_finite = values.isfinite().all(1, keepdim=True)
     values = torch.where(is_finite, values, 0.0)
     low, high = values.amin(1, keepdim=True) + 0.0, values.amax(1, keepdim=True)
     is_narrow = values.size(1) < NARROW_WIDTH
-    scale, zero = (_narrow_grid if is_narrow else _wide_grid)(low, high, top)
+    scale, zero = (_narrow_grid if is_narrow else _wide_grid)(low, high, bits)
+    top = 2**bits - 1
     has_levels = zero.isfinite() & (top * scale + zero).isfinite() & is_finite
     scale = torch.where(has_levels, scale, _NAN)
     return Grid(torch.where((low == high) & is_finite, 0.0, scale), zero)
 
 
-def _wide_grid(low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _wide_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    top = 2**bits - 1
     zero = _bf16_below(low)
     scale = _bf16_above((high - zero) / top).clamp(min=_SMALLEST_SCALE)
     too_small = top * scale + zero < high
-    return torch.where(too_small, _from_bits(_bits(scale) + 0x10000), scale), zero
+    return torch.where(too_small, float_from_bits(float_bits(scale) + 0x10000), scale), zero
 
 
-def _narrow_grid(low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    scale = torch.maximum((high - low) / top, low.abs() / 128).clamp(min=_SMALLEST_SCALE)
-    scale = _from_bits((_bits(scale) + 0x7FFFFF) & 0x7F800000)
+def _narrow_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    top, step = 2**bits - 1, _zero_step(bits)
+    scale = torch.maximum((high - low) / top, low.abs() / (128 * step)).clamp(min=_SMALLEST_SCALE)
+    scale = float_from_bits((float_bits(scale) + 0x7FFFFF) & 0x7F800000)
     while True:
-        multiple = (low / scale).floor()
-        too_small = (multiple < -128) | (multiple > 127) | (high / scale > multiple + top)
+        multiple = (low / scale / step).floor()
+        too_small = (multiple < -128) | (multiple > 127) | (high / scale > multiple * step + top)
         too_small &= scale.isfinite()
         if not too_small.any():
-            return scale, multiple * scale
+            return scale, multiple * step * scale
         scale = torch.where(too_small, scale * 2, scale)
 
 
-def _grid_bytes(grid: Grid, width: int) -> Tensor:
+def _zero_step(bits: int) -> float:
+    """The step of a narrow row's zero, in units of its scale."""
+    return 2.0 ** (bits - 4)
+
+
+def _grid_bytes(grid: Grid, width: int, bits: int) -> Tensor:
     if width >= NARROW_WIDTH:
         return bf16_bytes(torch.cat([grid.scale, grid.zero], 1))
-    exponent = (_bits(grid.scale) >> 23).to(torch.uint8)
-    multiple = (grid.zero / grid.scale).nan_to_num(0).clamp(-128, 127).to(torch.int8)
+    exponent = (float_bits(grid.scale) >> 23).to(torch.uint8)
+    multiple = (
+        (grid.zero / grid.scale / _zero_step(bits)).nan_to_num(0).clamp(-128, 127).to(torch.int8)
+    )
     return torch.cat([exponent, multiple.view(torch.uint8)], 1)
 
 
@@ -123,12 +135,12 @@ def constant_record(value: Tensor, keys: tuple[Tensor, Tensor], width: int, bits
     num_codes = (width * bits + 7) // 8
     side = 4 if width >= NARROW_WIDTH else 2
     record = torch.zeros(value.size(0), num_codes + side, dtype=torch.uint8, device=value.device)
-    words = _bits(value)
+    words = float_bits(value)
     kept = min(num_codes, 2 if width >= NARROW_WIDTH else 3)
     if width < NARROW_WIDTH:
         dropped = (1 << 8 * (3 - kept)) - 1
-        rounded = words + (noise.random_bits(keys, torch.zeros(1).long()) & dropped)
-        words = torch.where(_from_bits(rounded).isfinite(), rounded, words)
+        rounded = words + (noise.random_bits(keys, words.new_zeros(1)) & dropped)
+        words = torch.where(float_from_bits(rounded).isfinite(), rounded, words)
     value_bytes = words.to(torch.int32).view(torch.uint8)  # (k, 4), lowest first
     in_side = 2 if width >= NARROW_WIDTH else 1
     record[:, :kept] = value_bytes[:, 4 - in_side - kept : 4 - in_side]
@@ -155,24 +167,16 @@ def _decode(message: Tensor, offset: int, bits: int, width: int) -> Tensor:
     if width >= NARROW_WIDTH:
         scale, zero = from_bf16_bytes(side).split(1, dim=1)
     else:
-        scale = _from_bits(side[:, :1].long() << 23)
-        zero = side[:, 1:].contiguous().view(torch.int8).float() * scale
+        scale = float_from_bits(side[:, :1].long() << 23)
+        zero = side[:, 1:].contiguous().view(torch.int8).float() * _zero_step(bits) * scale
     levels = unpack(record[:, :num_codes], width, bits).float() * scale + zero
     return torch.where(scale == 0, _constant_of(record, width, bits), levels)
 
 
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-
-
-def _from_bits(words: Tensor) -> Tensor:
-    return words.to(torch.int32).view(torch.float32)
-
-
 def _bf16_below(values: Tensor) -> Tensor:
-    words = _bits(values)
-    return _from_bits(torch.where(values < 0, words + 0xFFFF, words) & 0xFFFF0000)
+    words = float_bits(values)
+    return float_from_bits(torch.where(values < 0, words + 0xFFFF, words) & 0xFFFF0000)
 
 
 def _bf16_above(values: Tensor) -> Tensor:
-    return _from_bits((_bits(values) + 0xFFFF) & 0xFFFF0000)
+    return float_from_bits((float_bits(values) + 0xFFFF) & 0xFFFF0000)

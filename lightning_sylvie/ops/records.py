@@ -100,14 +100,23 @@ def unpack(packed: Tensor, width: int, bits: int) -> Tensor:
     return codes.flatten(1)[:, :width]
 
 
+def float_bits(values: Tensor) -> Tensor:
+    """The bits of float32 values, in int64 so that sums do not lose their sign."""
+    return values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+
+
+def float_from_bits(words: Tensor) -> Tensor:
+    return words.to(torch.int32).view(torch.float32)
+
+
 def bf16_bytes(values: Tensor) -> Tensor:
     """Float32 ``(k, m)`` that bf16 holds exactly, as bytes ``(k, 2 * m)``."""
-    upper = values.contiguous().view(torch.int32) >> 16
+    upper = float_bits(values) >> 16
     return upper.to(torch.int16).view(torch.uint8)
 
 
 def from_bf16_bytes(packed: Tensor) -> Tensor:
-    return packed.contiguous().view(torch.bfloat16).float()
+    return packed.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
 def add_groups(values: Tensor, index: Tensor, counts: Sequence[int], rows: Tensor) -> None:

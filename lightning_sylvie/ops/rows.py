@@ -91,7 +91,9 @@ def _check(rows: Tensor, index: Tensor, message: Tensor, offset: int) -> None:
     if message.dtype != torch.uint8:
         raise TypeError(f"expected message of torch.uint8, got {message.dtype}")
     if message.dim() != 2 or not message.is_contiguous():
-        raise ValueError(f"expected message (k, stride), contiguous, got {describe_layout(message)}")
+        raise ValueError(
+            f"expected message (k, stride), contiguous, got {describe_layout(message)}"
+        )
     if message.size(0) != index.size(0):
         raise ValueError(
             f"expected one message row per index entry, {index.size(0)}, got {message.size(0)}"
