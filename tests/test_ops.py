@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import subprocess
 import sys
@@ -308,8 +309,8 @@ def test_without_compiled_modules_torch_serves_and_says_once_how_to_build(tmp_pa
     target = tmp_path / "lightning_sylvie"
     target.mkdir()
     (target / "__init__.py").touch()
-    for name in ("_native.py", "ops.py"):
-        (target / name).write_text((source / name).read_text())
+    shutil.copy(source / "_native.py", target)
+    shutil.copytree(source / "ops", target / "ops")
     result = subprocess.run(
         [sys.executable, "-c", UNBUILT, str(tmp_path)],
         capture_output=True,

@@ -29,6 +29,9 @@ SYLVIE_HOST_DEVICE To bit_cast(From value) {
   return result;
 }
 
+SYLVIE_HOST_DEVICE float widen(float value) { return value; }
+SYLVIE_HOST_DEVICE void narrow(float value, float& result) { result = value; }
+
 // Exact.
 SYLVIE_HOST_DEVICE float widen(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 

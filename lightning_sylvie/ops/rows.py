@@ -12,14 +12,12 @@ Legend: n rows, k entries, width values per row; ``row_bytes = width * rows.elem
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_sylvie import _native
+from lightning_sylvie.ops.kernels import has_kernels
 
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -42,7 +40,7 @@ def select_rows(rows: Tensor, index: Tensor, message: Tensor, offset: int) -> No
         RuntimeError: If an index lies outside ``rows`` (on CUDA it stops the program).
     """
     _check(rows, index, message, offset)
-    if _is_compiled_for(rows.device.type):
+    if has_kernels(rows.device.type):
         torch.ops.lightning_sylvie.select_rows.default(rows, index, message, offset)
     else:
         select_rows_reference(rows, index, message, offset)
@@ -74,12 +72,8 @@ def scatter_add_rows(
     _check(rows, index, message, offset)
     if rows.dtype not in _FLOAT_TYPES:
         raise TypeError(f"expected rows of one of {_FLOAT_TYPES}, got {rows.dtype}")
-    if sum(counts) != index.size(0) or min(counts, default=0) < 0:
-        raise ValueError(
-            f"expected counts >= 0 with a sum of {index.size(0)}, the length of index, "
-            f"got {list(counts)}"
-        )
-    if _is_compiled_for(rows.device.type):
+    check_counts(counts, index)
+    if has_kernels(rows.device.type):
         torch.ops.lightning_sylvie.scatter_add_rows.default(
             message, offset, index, list(counts), rows
         )
@@ -89,15 +83,17 @@ def scatter_add_rows(
 
 def _check(rows: Tensor, index: Tensor, message: Tensor, offset: int) -> None:
     if rows.dim() != 2 or not rows.is_contiguous():
-        raise ValueError(f"expected rows (n, width), contiguous, got {_describe(rows)}")
+        raise ValueError(f"expected rows (n, width), contiguous, got {describe_layout(rows)}")
     if index.dtype != torch.int64:
         raise TypeError(f"expected index of torch.int64, got {index.dtype}")
     if index.dim() != 1 or not index.is_contiguous():
-        raise ValueError(f"expected index (k,), contiguous, got {_describe(index)}")
+        raise ValueError(f"expected index (k,), contiguous, got {describe_layout(index)}")
     if message.dtype != torch.uint8:
         raise TypeError(f"expected message of torch.uint8, got {message.dtype}")
     if message.dim() != 2 or not message.is_contiguous():
-        raise ValueError(f"expected message (k, stride), contiguous, got {_describe(message)}")
+        raise ValueError(
+            f"expected message (k, stride), contiguous, got {describe_layout(message)}"
+        )
     if message.size(0) != index.size(0):
         raise ValueError(
             f"expected one message row per index entry, {index.size(0)}, got {message.size(0)}"
@@ -115,26 +111,16 @@ def _check(rows: Tensor, index: Tensor, message: Tensor, offset: int) -> None:
         )
 
 
-def _describe(tensor: Tensor) -> str:
+def check_counts(counts: Sequence[int], index: Tensor) -> None:
+    if sum(counts) != index.size(0) or min(counts, default=0) < 0:
+        raise ValueError(
+            f"expected counts >= 0 with a sum of {index.size(0)}, the length of index, "
+            f"got {list(counts)}"
+        )
+
+
+def describe_layout(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-
-
-def _is_compiled_for(device_type: str) -> bool:
-    if device_type in _DEVICE_TYPES:
-        return True
-    if not torch.compiler.is_compiling():
-        _warn_of_reference(device_type)
-    return False
-
-
-@functools.cache  # once per process
-def _warn_of_reference(device_type: str) -> None:
-    warnings.warn(
-        f"lightning_sylvie has no compiled kernels for {device_type} tensors and uses slower torch "
-        f"code. To build them, {_native.HOW_TO_BUILD}.",
-        RuntimeWarning,
-        stacklevel=4,  # the caller of the op
-    )
 
 
 def select_rows_reference(rows: Tensor, index: Tensor, message: Tensor, offset: int) -> None:
@@ -155,15 +141,3 @@ def scatter_add_rows_reference(
     sizes = list(counts)
     for group, group_index in zip(values.split(sizes), index.split(sizes), strict=True):
         rows.index_add_(0, group_index, group)
-
-
-def _register_fakes() -> None:
-    """Says what the ops return without data: nothing. torch.compile and meta tensors need it."""
-    for name in ("select_rows", "scatter_add_rows"):
-        torch.library.register_fake(f"lightning_sylvie::{name}", lambda *arguments: None)
-
-
-_DEVICE_TYPES = _native.load()
-if _DEVICE_TYPES:
-    _register_fakes()
-    _DEVICE_TYPES |= {"meta"}

@@ -1,0 +1,238 @@
+"""The rotated ops in torch: what the kernels must equal, and what serves other devices.
+
+Every step mirrors csrc/core/rotate.h, in float32 and in the same order, so the bytes are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sylvie.ops import noise
+from lightning_sylvie.ops.records import (
+    NARROW_WIDTH,
+    add_groups,
+    bf16_bytes,
+    float_bits,
+    float_from_bits,
+    from_bf16_bytes,
+    pack,
+    report_bad,
+    unpack,
+)
+
+_BLOCK = 32
+_MAX_ROTATION = 256
+_ROUND_SIGNS = 0x20000000
+_LAST_PIECE_SIGNS = 0x10000000
+_SCALE_NOISE = 0x40000000
+_NAN = float("nan")
+
+
+def row_bytes(width: int) -> int:
+    """Codes, a scale per piece and, unless the row is narrow, a mean."""
+    mean_bytes = 2 if width >= NARROW_WIDTH else 0
+    return (width + 7) // 8 + 2 * len(_pieces(width)) + mean_bytes if width > 0 else 0
+
+
+def rotate_quantize_rows(
+    rows: Tensor,
+    index: Tensor | None,
+    id: Tensor,
+    key: int,
+    bits: int,
+    unbiased: bool,
+    message: Tensor,
+    offset: int,
+    bad: Tensor,
+) -> None:
+    """See `ops.rotate_quantize_rows`."""
+    values = (rows if index is None else rows[index]).float()
+    width, keys = values.size(1), noise.row_keys(key, id)
+    if values.numel() == 0:
+        return
+    has_mean = width >= NARROW_WIDTH
+    is_bad = ~values.isfinite().all(1, keepdim=True)
+    is_constant = (values == values[:, :1]).all(1, keepdim=True) & ~is_bad & has_mean
+    normal = _normalizer(values)
+    mean = _sent_mean(values) if has_mean else torch.zeros_like(normal)
+    rotated = rotate((values - mean) * normal, keys)
+    scales = _sent_scales(rotated, normal, keys, unbiased)
+    is_bad |= ~(scales.isfinite().all(1, keepdim=True) | is_constant)
+    side = bf16_bytes(torch.cat([scales, mean], 1) if has_mean else scales)
+    record = torch.cat([pack(rotated.signbit().long(), bits), side], 1)
+    if has_mean:
+        record = torch.where(is_constant, _constant_record(values, record), record)
+    record = torch.where(is_bad, _bad_record(width, record), record)
+    message[:, offset : offset + record.size(1)] = record
+    report_bad(is_bad[:, 0], bad)
+
+
+def rotate_dequantize_rows(
+    message: Tensor, offset: int, id: Tensor, key: int, bits: int, rows: Tensor
+) -> None:
+    """See `ops.rotate_dequantize_rows`."""
+    rows.copy_(_decode(message, offset, noise.row_keys(key, id), rows.size(1)))
+
+
+def rotate_dequantize_add_rows(
+    message: Tensor,
+    offset: int,
+    id: Tensor,
+    key: int,
+    bits: int,
+    index: Tensor,
+    counts: Sequence[int],
+    rows: Tensor,
+) -> None:
+    """See `ops.rotate_dequantize_add_rows`."""
+    values = _decode(message, offset, noise.row_keys(key, id), rows.size(1))
+    add_groups(values, index, counts, rows)
+
+
+def rotate(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+    """Rows ``(k, width)`` rotated in two rounds of pieces."""
+    values = values.clone()
+    for begin, size, counter in _rotations(values.size(1)):
+        piece = values[:, begin : begin + size] * _signs(keys, size, counter)
+        values[:, begin : begin + size] = _hadamard(piece)
+    return values
+
+
+def rotate_back(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+    """The inverse of `rotate`."""
+    values = values.clone()
+    for begin, size, counter in reversed(_rotations(values.size(1))):
+        piece = _hadamard(values[:, begin : begin + size])
+        values[:, begin : begin + size] = piece * _signs(keys, size, counter)
+    return values
+
+
+def _rotation_size(width: int) -> int:
+    """Values that one transform mixes: the largest power of two that fits."""
+    size = 1
+    while size * 2 <= width and size < _MAX_ROTATION:
+        size *= 2
+    return size
+
+
+def _rotations(width: int) -> list[tuple[int, int, int]]:
+    """First column, size and first counter of the signs of each transform, in order."""
+    steps, size = [], _rotation_size(width)
+    for size, start in [(min(size, _BLOCK), 0), (size, _ROUND_SIGNS)]:
+        for begin in range(0, width - size + 1, size):
+            steps.append((begin, size, start + begin // _BLOCK))
+        if width % size:
+            steps.append((width - size, size, start + _LAST_PIECE_SIGNS))
+    return steps
+
+
+def _pieces(width: int) -> list[tuple[int, int]]:
+    """The columns begin..end that share a scale; the last transform takes its share first."""
+    size = _rotation_size(width)
+    begins = list(range(0, width - size, size))
+    ends = [min(begin + size, width - size) for begin in begins]
+    return [*zip(begins, ends, strict=True), (width - size, width)]
+
+
+def _hadamard(values: Tensor) -> Tensor:
+    """Unnormalized transform along the rows, the widest level first."""
+    rows, size = values.shape
+    half = size // 2
+    while half > 0:
+        a, b = values.reshape(rows, size // (2 * half), 2, half).unbind(2)
+        values = torch.stack([a + b, a - b], 2).reshape(rows, size)
+        half //= 2
+    return values
+
+
+def _signs(keys: tuple[Tensor, Tensor], size: int, counter: int) -> Tensor:
+    """Random signs ``(k, size)`` times ``1 / sqrt(size)``."""
+    device = keys[0].device
+    words = noise.random_bits(keys, counter + torch.arange(-(-size // _BLOCK), device=device))
+    bits = words[:, :, None] >> torch.arange(_BLOCK, device=device) & 1
+    factor = 2.0 ** -(size.bit_length() // 2)  # an odd power of two needs a root
+    factor *= 1.0 if size.bit_length() % 2 else 2 * 0.70710678
+    factor = torch.tensor(factor, dtype=torch.float32, device=device)
+    return torch.where(bits.flatten(1)[:, :size] == 1, -factor, factor)
+
+
+def _normalizer(values: Tensor) -> Tensor:
+    """A power of two that brings the largest absolute value to 1..4."""
+    exponent = (float_bits(values) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
+    return float_from_bits((254 - exponent.clamp(1, 253)) << 23)
+
+
+def _sent_mean(values: Tensor) -> Tensor:
+    total = _lane_sum(values)
+    mean = (total / values.size(1)).bfloat16().float()
+    return torch.where(total.isfinite(), mean, 0.0)
+
+
+def _sent_scales(
+    rotated: Tensor, normal: Tensor, keys: tuple[Tensor, Tensor], unbiased: bool
+) -> Tensor:
+    """The size of all values of each piece, rounded to bf16 stochastically."""
+    scales = []
+    for begin, end in _pieces(rotated.size(1)):
+        piece = rotated[:, begin:end]
+        sizes = _lane_sum(piece.abs())
+        best = _lane_sum(piece * piece) / sizes if unbiased else sizes / (end - begin)
+        scales.append(torch.where(sizes == 0, 0.0, best / normal))
+    scale = torch.cat(scales, 1)
+    counters = _SCALE_NOISE + torch.arange(scale.size(1), device=scale.device)
+    words = float_bits(scale) + (noise.random_bits(keys, counters) >> 16)
+    is_rounded = scale.isfinite() & (scale > 0)
+    return torch.where(is_rounded, float_from_bits(words & 0xFFFF0000), scale)
+
+
+def _lane_sum(values: Tensor) -> Tensor:
+    """Sums of rows ``(k, 1)`` in an order all kernels share: 32 lanes, then halves of them."""
+    blocks = torch.nn.functional.pad(values, (0, -values.size(1) % _BLOCK)).split(_BLOCK, dim=1)
+    lanes = torch.zeros_like(blocks[0])
+    for block in blocks:
+        lanes = lanes + block
+    while lanes.size(1) > 1:
+        a, b = lanes.chunk(2, dim=1)
+        lanes = a + b
+    return lanes
+
+
+def _constant_record(values: Tensor, record: Tensor) -> Tensor:
+    """Lower half of the value in the first codes, a mark in the first scale, upper half last."""
+    width = values.size(1)
+    value_bytes = values[:, :1].contiguous().view(torch.uint8)
+    constant = torch.zeros_like(record)
+    constant[:, :2] = value_bytes[:, :2]
+    constant[:, (width + 7) // 8 + 1] = 0x80
+    constant[:, -2:] = value_bytes[:, 2:]
+    return constant
+
+
+def _bad_record(width: int, record: Tensor) -> Tensor:
+    """Codes of 0, scales and mean of NaN."""
+    num_codes = (width + 7) // 8
+    side = torch.full((1, (record.size(1) - num_codes) // 2), _NAN, device=record.device)
+    codes = record.new_zeros(1, num_codes)
+    return torch.cat([codes, bf16_bytes(side)], 1)
+
+
+def _decode(message: Tensor, offset: int, keys: tuple[Tensor, Tensor], width: int) -> Tensor:
+    if width == 0:
+        return torch.zeros(message.size(0), 0, device=message.device)
+    record = message[:, offset : offset + row_bytes(width)]
+    num_codes, pieces = (width + 7) // 8, _pieces(width)
+    side = from_bf16_bytes(record[:, num_codes:])
+    sizes = [end - begin for begin, end in pieces]
+    scale = side[:, : len(pieces)].repeat_interleave(
+        torch.tensor(sizes, device=side.device), dim=1, output_size=width
+    )
+    signs = unpack(record[:, :num_codes], width, 1)
+    values = rotate_back(torch.where(signs == 1, -scale, scale), keys)
+    if width < NARROW_WIDTH:
+        return values + 0.0
+    constant = torch.cat([record[:, :2], record[:, -2:]], 1).view(torch.float32)
+    is_constant = float_bits(side[:, :1]) == 0x80000000
+    return torch.where(is_constant, constant, values + side[:, -1:])
