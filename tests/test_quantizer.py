@@ -40,12 +40,12 @@ def test_more_bits_less_error() -> None:
 
 @pytest.mark.parametrize("name", ["minmax", "rotated"])
 def test_one_bit_is_unbiased_through_the_class(name: str) -> None:
-    rows, draws = torch.randn(4, 32), 4000
+    rows, draws = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)), 4000
     code = choose(1, name)
     decoded = torch.stack([round_trip(code, rows, key=key) for key in range(draws)])
-    error = (decoded.mean(0) - rows).abs() / (decoded.std(0) / draws**0.5 + 1e-9)
-    limit = 5.0 if name == "minmax" else 8.0  # one round of signs leaves a small bias
-    assert float(error.max()) < limit
+    spread = decoded.std(0).clamp(min=0.1)  # the smallest value of a row is hardly ever rounded up
+    error = (decoded.mean(0) - rows).abs() / (spread / draws**0.5)
+    assert float(error.max()) < 5.0
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
