@@ -89,9 +89,7 @@ class Halo:
             self._shard, self._epoch, self._exact, self.checking = outer
             self._recent = []
 
-    def append(
-        self, *tensors: Tensor, exact: bool = False, name: str = ""
-    ) -> tuple[Tensor, ...]:
+    def append(self, *tensors: Tensor, exact: bool = False, name: str = "") -> tuple[Tensor, ...]:
         """The tensors with the halo rows behind their owned rows, moved in one message per peer.
 
         Backward adds the gradients of the halo rows to their owners' rows (spec: One epoch;
@@ -110,7 +108,7 @@ class Halo:
         fresh = [t for t in tensors if id(t) not in known]
         if fresh:
             appended = self._append(fresh, exact, name)
-            known.update((id(t), extended) for t, extended in zip(fresh, appended))
+            known.update((id(t), extended) for t, extended in zip(fresh, appended, strict=True))
             self._recent = [(t, t._version, t.requires_grad, known[id(t)]) for t in tensors]
         return tuple(known[id(t)] for t in tensors)
 
@@ -168,11 +166,12 @@ class Halo:
     def _moved(self, tensor: Tensor) -> Tensor | None:
         """The extended rows of a tensor that the last call moved, if nothing changed it since."""
         for known, version, requires_grad, extended in self._recent:
-            if known is tensor and not tensor.is_inference() and version == tensor._version:
-                if requires_grad == tensor.requires_grad and (
-                    extended.requires_grad or not (requires_grad and torch.is_grad_enabled())
-                ):
-                    return extended
+            unchanged = known is tensor and not tensor.is_inference() and version == tensor._version
+            differentiable = extended.requires_grad or not (
+                requires_grad and torch.is_grad_enabled()
+            )
+            if unchanged and requires_grad == tensor.requires_grad and differentiable:
+                return extended
         return None
 
     @staticmethod

@@ -84,9 +84,7 @@ def test_forward_and_backward_equal_the_formula(
     for shard, (extended, _, sent) in zip(parts, results, strict=True):
         owned = shard.plan.num_owned
         assert torch.equal(extended[:owned], x[shard.node_id])
-        assert torch.equal(
-            extended[owned:], coded(code, x[shard.halo_id], shard.halo_id, 0, shard)
-        )
+        assert torch.equal(extended[owned:], coded(code, x[shard.halo_id], shard.halo_id, 0, shard))
         rows = cotangent(shard)
         total[shard.node_id] += rows[:owned]
         ids = shard.halo_id * num_ranks + shard.plan.rank
@@ -142,5 +140,7 @@ def test_a_row_that_is_not_finite_is_told_with_layer_rank_and_node() -> None:
             halo.append(x, name="convs.1 (GCNConv)")
 
     node = int(shards(2)[1].node_id[shards(2)[1].plan.send_index[4]])
-    with pytest.raises(ValueError, match=rf"convs.1 \(GCNConv\): the row of node {node} that rank 1"):
+    with pytest.raises(
+        ValueError, match=rf"convs.1 \(GCNConv\): the row of node {node} that rank 1"
+    ):
         run_threads(body, 2)

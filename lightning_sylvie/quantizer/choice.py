@@ -34,7 +34,9 @@ def choose(bits: int, quantizer: str | Quantizer = "auto") -> Quantizer:
     if bits not in BITS:
         raise ValueError(f"expected bits in {BITS}, got {bits}")
     if quantizer not in ("auto", *CODES):
-        raise ValueError(f"expected quantizer in {('auto', *CODES)} or an object, got {quantizer!r}")
+        raise ValueError(
+            f"expected quantizer in {('auto', *CODES)} or an object, got {quantizer!r}"
+        )
     if bits == 32:
         return Full()
     if bits == 16:
