@@ -10,26 +10,20 @@ Every process computes on one thread, unless OMP_NUM_THREADS says otherwise.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import warnings
 
-warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch_geometric, at import
-warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # lightning
-warnings.filterwarnings("ignore", message=".*smaller than the logging interval")  # one step each
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process is one core here, two are two
+import quiet  # noqa: F401
 
-import lightning as L  # noqa: E402
-from epoch_bar import EpochBar  # noqa: E402
-from graphs import community_graph, named_graph  # noqa: E402
-from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
-from torch_geometric.data import Data  # noqa: E402
-from torch_geometric.nn import GraphSAGE  # noqa: E402
+# isort: split
 
-from lightning_sylvie import GraphDataModule, SylvieModule, SylvieStrategy  # noqa: E402
+import lightning as L
+from epoch_bar import EpochBar
+from graphs import community_graph, named_graph
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE
 
-for library in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(library).setLevel(logging.WARNING)
+from lightning_sylvie import GraphDataModule, SylvieModule, SylvieStrategy
 
 
 def train(graph: Data, name: str, options: argparse.Namespace, **kwargs) -> tuple[float, float]:

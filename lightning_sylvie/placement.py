@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_sylvie.batch import graph_of, map_tensors, whole_graph
-from lightning_sylvie.partition import Partitioner
+from lightning_sylvie.partition import Assignment, Partitioner
 from lightning_sylvie.plan import check_plans
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.store import ShardStore
@@ -73,12 +73,15 @@ class Placement:
             for leaf in leaves
         ]
         # A tensor is per node if it is so on every rank; a small part can match by chance.
-        agreed = [all(flags) for flags in zip(*self._transport.all_gather_object(per_node))]
+        agreed = [
+            all(flags) for flags in zip(*self._transport.all_gather_object(per_node), strict=True)
+        ]
         if not any(agreed):
             return output
         order = self._all_rows(shard.node_id).argsort()
         whole = [
-            self._all_rows(leaf)[order] if rows else leaf for leaf, rows in zip(leaves, agreed)
+            self._all_rows(leaf)[order] if rows else leaf
+            for leaf, rows in zip(leaves, agreed, strict=True)
         ]
         return tree_unflatten(whole, tree)
 
@@ -104,9 +107,12 @@ class Placement:
         """The key of a complete entry with the parts of the graph that `loader` yields."""
         graph = graph_of(whole_graph(loader))
         mask = graph.node.get("train_mask")
+        partition = getattr(loader, "partition", None) or partition
+        if isinstance(partition, Assignment) and graph.node_id is not None:
+            partition = Assignment(partition.parts[graph.node_id])  # given for the larger graph
         return store.open_or_build(
             graph,
-            getattr(loader, "partition", None) or partition,
+            partition,
             self._transport.num_ranks,
             mask if mask is not None and mask.dim() == 1 else None,
             reverse=reverse,
@@ -126,7 +132,7 @@ class Placement:
                 (store.manifest(key), [len(file) for file in files]) if sending else None, 0
             )
             counts = [0] * transport.num_ranks
-            for rank, size in zip(lacking, sizes):
+            for rank, size in zip(lacking, sizes, strict=True):
                 counts[rank] = size
             mine = [0 if sending else counts[transport.rank], *[0] * (transport.num_ranks - 1)]
             message = torch.cat(files) if sending else torch.empty(0, dtype=torch.uint8)
@@ -138,10 +144,14 @@ class Placement:
 
     def _agree(self, shard: Shard) -> None:
         """Raises unless all ranks hold parts of one cut."""
-        plan = shard.plan
+        plan, num_ranks = shard.plan, self._transport.num_ranks
         views = self._transport.all_gather_object(
             (shard.fingerprint, (plan.send_counts, plan.recv_counts))
         )
+        if (num_parts := len(views[0][1][0])) != num_ranks:
+            raise ValueError(
+                f"expected parts for {num_ranks} ranks, got {num_parts}: cut them again"
+            )
         prints = [view[0] for view in views]
         if len(set(prints)) > 1:
             raise ValueError(f"the ranks hold parts of different cuts: {prints}; delete the folder")

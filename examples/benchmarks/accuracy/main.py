@@ -7,38 +7,27 @@ Every finished run is kept in results.json; the same command goes on where the l
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import argparse
 import json
-import logging
 import multiprocessing
 import sys
 import tempfile
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev
 
-warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch_geometric, at import
-warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # lightning
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-
-import lightning as L
-import torch
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+import quiet  # noqa: E402, F401
 
-from graphs import named_graph
-from recipe import BestEpoch, SparseGCN, packed, split
+# isort: split
 
-from lightning_sylvie import GraphDataModule, SylvieStrategy
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from graphs import named_graph  # noqa: E402
+from recipe import BestEpoch, SparseGCN, packed, split  # noqa: E402
 
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+from lightning_sylvie import GraphDataModule, SylvieStrategy  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def packed(data: Data, *, normalize: bool) -> Data:
     value[row, place] = data.x[row, feature]
     if normalize:
         value /= value.sum(1, keepdim=True).clamp(min=1)
-    masks = {name: data[name] for name in data.keys() if name.endswith("_mask")}
+    masks = {name: mask for name, mask in data.to_dict().items() if name.endswith("_mask")}
     kept = Data(edge_index=data.edge_index, y=data.y, column=column, value=value, **masks)
     kept.num_nodes = data.num_nodes
     kept.num_inputs = data.x.shape[1]
@@ -149,6 +149,7 @@ def split(data: Data, seed: int) -> Data:
     """`data` with random masks of 60 %, 20 % and 20 % of the nodes."""
     order = torch.from_numpy(numpy.random.RandomState(seed).permutation(data.num_nodes))
     ends = [int(0.6 * data.num_nodes), int(0.8 * data.num_nodes)]
-    for name, nodes in zip(("train_mask", "val_mask", "test_mask"), order.tensor_split(ends)):
+    names = "train_mask", "val_mask", "test_mask"
+    for name, nodes in zip(names, order.tensor_split(ends), strict=True):
         data[name] = torch.zeros(data.num_nodes, dtype=torch.bool).index_fill_(0, nodes, True)
     return data

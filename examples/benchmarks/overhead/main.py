@@ -8,42 +8,31 @@ TensorBoard every 10 steps, validation runs every 10 epochs.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import argparse
 import json
-import logging
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch_geometric, at import
-warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # lightning
-warnings.filterwarnings("ignore", message=".*smaller than the logging interval")  # one step each
-warnings.filterwarnings("ignore", message=".*recommended to use .self.log")  # there is one rank
-
-import lightning as L
-import torch
-import torch.nn.functional as F
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
-from torch_geometric.nn import GraphSAGE
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+import quiet  # noqa: E402, F401
 
-from graphs import community_graph
+# isort: split
 
-from lightning_sylvie import GraphDataModule, SylvieModule, SylvieStrategy
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from graphs import community_graph  # noqa: E402
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch_geometric.nn import GraphSAGE  # noqa: E402
 
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+from lightning_sylvie import GraphDataModule, SylvieModule, SylvieStrategy  # noqa: E402
 
 BLOCK = 50  # epochs between two readings of the clock
 TARGET = 1.2  # ms of CPU per epoch over the bare loop, where Lightning with everything off
@@ -160,7 +149,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 SYLVIE: lightning(SylvieModule(make()), options.epochs, graph, SylvieStrategy()),
             }
             for variant, times in readings.items():
-                blocks = [1000 * (b - a) / BLOCK for a, b in zip(times[1:], times[2:])]
+                blocks = [1000 * (end - start) / BLOCK for start, end in pairwise(times[1:])]
                 found.setdefault(name, {}).setdefault(variant, []).extend(blocks)
     return found
 
