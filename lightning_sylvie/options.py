@@ -25,10 +25,6 @@ def check_strategy(strategy: Any) -> None:
         ValueError: With what is expected and what was given.
         TypeError: If the timeout is a number, whose unit is not known.
     """
-    if strategy.bits != 32:
-        raise ValueError(
-            f"expected bits=32, got {strategy.bits}: this version does not quantize yet"
-        )
     if strategy.mode != "sync":
         raise ValueError(
             f'expected mode="sync", got {strategy.mode!r}: this version is synchronous'

@@ -25,6 +25,7 @@ class Run:
 
     Args:
         module: Changed in place.
+        halo: How halo rows are exchanged.
         transports: For halo rows, and for sums of values and gradients.
         exchange: As in `SylvieStrategy`.
         loss_reduction: Likewise.
@@ -34,6 +35,7 @@ class Run:
     def __init__(
         self,
         module: LightningModule,
+        halo: Halo,
         transports: Sequence[Transport],
         *,
         exchange: Exchange,
@@ -43,7 +45,7 @@ class Run:
         self._module, self._transports = module, transports
         self._sums = transports[1]
         self._reduction, self._checking = loss_reduction, debug
-        self.attachment = Attachment(module, Halo(transports[0]), exchange=exchange)
+        self.attachment = Attachment(module, halo, exchange=exchange)
         self.log = StepLog(module, self._sums)
         module.log = self.log  # type: ignore[method-assign]
         self._reducer: GradientReducer | None = None
@@ -91,7 +93,8 @@ class Run:
         assert self._shard is not None
         assert self._reducer is not None
         num_ranks = self._sums.num_ranks
-        with self._failing_together(), self.attachment.halo.using(self._shard):
+        halo, epoch = self.attachment.halo, self._module.trainer.global_step
+        with self._failing_together(), halo.using(self._shard, epoch=epoch):
             scaled = loss * (self._share * num_ranks)
             if not self._share:
                 silence(scaled)
@@ -100,12 +103,13 @@ class Run:
 
     @contextmanager
     def _using(self, shard: Shard, stage: str) -> Iterator[None]:
-        halo = self.attachment.halo
+        halo, epoch = self.attachment.halo, self._module.trainer.global_step
+        exact = stage != "training"
         if id(shard) not in self._lacking:
             self._lacking[id(shard)] = _lacks_rows(shard)
         lacking = taking_no_rows(self._module) if self._lacking[id(shard)] else nullcontext()
         with (
-            halo.using(shard, checking=self._checking),
+            halo.using(shard, epoch=epoch, exact=exact, checking=self._checking),
             self.log.step(stage, shard),
             lacking,
             self._failing_together(),

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_sylvie.attach import Exchange, wants_out_edges
 from lightning_sylvie.batch import OneBatch, ShardData, find_shard
+from lightning_sylvie.exchange import Halo
 from lightning_sylvie.lazy import first_loader, initialize, is_lazy
 from lightning_sylvie.loss import LossReduction
 from lightning_sylvie.options import (
@@ -27,6 +28,7 @@ from lightning_sylvie.options import (
 )
 from lightning_sylvie.partition import Partitioner, resolve
 from lightning_sylvie.placement import Placement
+from lightning_sylvie.quantizer import Quantizer, choose
 from lightning_sylvie.run import Run
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.steplog import ALREADY_GLOBAL
@@ -42,8 +44,13 @@ class SylvieStrategy(DDPStrategy):
     agree to rounding, for every partition (spec: One epoch).
 
     Args:
-        bits: Bits per value on the wire; 32 leaves rows as they are.
+        bits: Bits per value on the wire: 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as they
+            are. Validation, test and prediction always exchange rows as they are.
         mode: ``"sync"``: every layer waits for this epoch's halo rows.
+        quantizer: How rows are coded: ``"rotated"`` (1 bit), ``"minmax"`` (the paper's), ``"auto"``
+            (rotated at 1 bit, else minmax), or a `Quantizer`.
+        gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
+        gradient_quantizer: How they are coded; None: as `quantizer`.
         exchange: ``"message"``: halo rows arrive where a layer reads its neighbours; ``"input"``:
             at the layer's input, as the paper draws it.
         partition: ``"metis"``, ``"random"``, ``"streaming"``, int64 ``(num_nodes,)`` with a part
@@ -69,6 +76,9 @@ class SylvieStrategy(DDPStrategy):
         *,
         bits: int = 32,
         mode: Literal["sync"] = "sync",
+        quantizer: str | Quantizer = "auto",
+        gradient_bits: int | None = None,
+        gradient_quantizer: str | Quantizer | None = None,
         exchange: Exchange = "message",
         partition: str | Tensor | Partitioner = "metis",
         cache_dir: str | Path | None = None,
@@ -94,6 +104,8 @@ class SylvieStrategy(DDPStrategy):
             start_method=start_method,
         )
         self.bits, self.mode, self.exchange = bits, mode, exchange
+        self.quantizer = choose(bits, quantizer)
+        self.gradient_quantizer = choose(gradient_bits or bits, gradient_quantizer or quantizer)
         self.partition, self.cache_dir = resolve(partition), cache_dir
         self.loss_reduction, self.debug = loss_reduction, debug
         self._transports: list[Transport] = []
@@ -148,8 +160,11 @@ class SylvieStrategy(DDPStrategy):
         assert module is not None
         check_trainer(trainer, module)
         self._layer_sync = None  # attached norms are global on every device
+        seed = self.halo_transport.broadcast_object(torch.initial_seed() % 2**63, 0)
+        halo = Halo(self.halo_transport, self.quantizer, self.gradient_quantizer, seed=seed)
         self._run = Run(
             module,
+            halo,
             self._transports,
             exchange=self.exchange,
             loss_reduction=self.loss_reduction,

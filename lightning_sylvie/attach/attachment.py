@@ -57,7 +57,9 @@ class Attachment:
             raise ValueError(f'expected exchange "message" or "input", got {exchange!r}')
         if any(isinstance(layer, Attached) for layer in module.modules()):
             raise ValueError("the model is attached already: detach the other attachment first")
-        if refused := [f"  {where}: {why}" for where, why in refusals(module, at_input=exchange == "input")]:
+        if refused := [
+            f"  {where}: {why}" for where, why in refusals(module, at_input=exchange == "input")
+        ]:
             raise RefusedLayerError(
                 "these layers can't be right on a cut graph:\n" + "\n".join(refused)
             )
