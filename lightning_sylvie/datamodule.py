@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData
 
 from lightning_sylvie.partition import Partitioner, resolve
 from lightning_sylvie.strategy import SylvieStrategy
@@ -146,9 +147,9 @@ def _parts_folder(source: Source) -> Path | None:
 def _load(source: Any) -> Data:
     if isinstance(source, (str, Path)):
         source = torch.load(source, weights_only=False)
-    elif callable(source) and not isinstance(source, Data):
+    elif callable(source) and not isinstance(source, BaseData):
         source = source()
-    if not isinstance(source, Data) and hasattr(source, "__getitem__"):
+    if not isinstance(source, BaseData) and hasattr(source, "__getitem__"):
         if len(source) != 1:
             raise ValueError(f"expected a dataset of one graph, got {len(source)}: pass dataset[i]")
         source = source[0]

@@ -35,7 +35,7 @@ class _Entry:
     def recipe(self) -> tuple[torch.dtype, dict[str, Any]]:
         """What a rank that did not log it needs, to tell it too."""
         dtype = self.value.dtype if self.value.is_floating_point() else torch.float32
-        return dtype, {"batch_size": 1, **self.options, "sync_dist_group": None}
+        return dtype, {**self.options, "sync_dist_group": None}
 
 
 class StepLog:
@@ -75,7 +75,9 @@ class StepLog:
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `LightningModule.log`."""
+        # An epoch is one batch, so its size weighs nothing, and Lightning need not guess it.
         options = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
+        options["batch_size"] = options.get("batch_size") or 1
         single = isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
         how = _reduction(options)
         if how in ("min", "max") and single:
@@ -164,7 +166,7 @@ class StepLog:
 
     def _tell(self, name: str, total: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> None:
         value = total[0] if _reduction(options) == "sum" else total[0] / total[1]
-        options = {"batch_size": 1, **options, "sync_dist": True, "sync_dist_group": ALREADY_GLOBAL}
+        options = {**options, "sync_dist": True, "sync_dist_group": ALREADY_GLOBAL}
         self._log(name, value.to(self._module.device, dtype), **options)
 
     def _weight(self, name: str, entry: _Entry) -> float:
