@@ -1,0 +1,366 @@
+// The rotated quantizer's ops, on CUDA.
+//
+// All kernels run on torch's current stream, which also frees the tensors: nothing outlives its memory. A team keeps
+// its row in shared memory; sums run in the order of 32 lanes that all kernels share, so a warp makes each.
+#include "core/rotate.h"
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "checks.h"
+#include "cuda/launch.h"
+#include "cuda/team.h"
+#include "quantized.h"
+
+namespace sylvie {
+namespace {
+
+// Levels of the transform inside blocks of 32 values, one per lane, in registers.
+template <typename AnyTeam>
+__device__ void transform_blocks(const AnyTeam& team, float* values, int64_t count) {
+  for (int64_t begin = team.warp * kBlock; begin < count; begin += AnyTeam::kSize) {
+    float value = values[begin + team.lane];
+    for (int half = kBlock / 2; half > 0; half /= 2) {
+      const float other = __shfl_xor_sync(kAllLanes, value, half);
+      value = (team.lane & half) != 0 ? other - value : value + other;
+    }
+    values[begin + team.lane] = value;
+  }
+}
+
+// Unnormalized Hadamard transforms of all pieces of `size` values, a power of two, in place, the widest level first.
+template <typename AnyTeam>
+__device__ void hadamard(const AnyTeam& team, float* values, int64_t count, int64_t size) {
+  for (int64_t half = size / 2; half >= (size < kBlock ? 1 : kBlock); half /= 2) {
+    for (int64_t pair = team.thread(); pair < count / 2; pair += AnyTeam::kSize) {
+      const int64_t i = pair / half * 2 * half + pair % half;
+      const float a = values[i];
+      const float b = values[i + half];
+      values[i] = a + b;
+      values[i + half] = a - b;
+    }
+    team.sync();
+  }
+  if (size >= kBlock) {
+    transform_blocks(team, values, count);
+    team.sync();
+  }
+}
+
+template <typename AnyTeam>
+__device__ void multiply_signs(const AnyTeam& team, float* values, int64_t count, RowKey key, uint32_t counter,
+                               float factor) {
+  for (int64_t j = team.thread(); j < count; j += AnyTeam::kSize) {
+    const uint32_t word = random_bits(key, counter + static_cast<uint32_t>(j / kBlock));
+    values[j] *= (word >> j % kBlock & 1u) != 0u ? -factor : factor;
+  }
+  team.sync();
+}
+
+// One round: random signs and transforms of pieces of `size` values. The whole pieces are one stretch of memory, and
+// so are the counters of their signs.
+template <typename AnyTeam>
+__device__ void rotate(const AnyTeam& team, float* values, int64_t width, int64_t size, RowKey key, uint32_t counter) {
+  const float factor = rotation_factor(size);
+  const int64_t whole = width / size * size;
+  multiply_signs(team, values, whole, key, counter, factor);
+  hadamard(team, values, whole, size);
+  if (whole < width) {
+    multiply_signs(team, values + width - size, size, key, counter + kLastPieceSigns, factor);
+    hadamard(team, values + width - size, size, size);
+  }
+}
+
+template <typename AnyTeam>
+__device__ void rotate_back(const AnyTeam& team, float* values, int64_t width, int64_t size, RowKey key,
+                            uint32_t counter) {
+  const float factor = rotation_factor(size);
+  const int64_t whole = width / size * size;
+  if (whole < width) {
+    hadamard(team, values + width - size, size, size);
+    multiply_signs(team, values + width - size, size, key, counter + kLastPieceSigns, factor);
+  }
+  hadamard(team, values, whole, size);
+  multiply_signs(team, values, whole, key, counter, factor);
+}
+
+// The sum of all lanes of a warp, in the shared order.
+__device__ float lane_sum(float lane_value) {
+  for (int half = kBlock / 2; half > 0; half /= 2) {
+    lane_value += __shfl_xor_sync(kAllLanes, lane_value, half);
+  }
+  return lane_value;
+}
+
+// What a team knows of its row.
+struct Row {
+  bool is_constant;
+  bool is_finite;
+  float mean;
+  float normal;
+};
+
+// The row less its mean, normalized, in `values`.
+template <typename AnyTeam, typename Value>
+__device__ Row normalize(const AnyTeam& team, const Value* row, int64_t width, float* values) {
+  __shared__ uint32_t largest_space[kWarpsPerBlock];
+  __shared__ int same_space[kWarpsPerBlock];
+  __shared__ float sum_space[kWarpsPerBlock];
+  uint32_t largest = 0;
+  int is_same = 1;
+  const float first = widen(row[0]);
+  for (int64_t j = team.thread(); j < width; j += AnyTeam::kSize) {
+    values[j] = widen(row[j]);
+    largest = max(largest, bit_cast<uint32_t>(values[j]) & 0x7fffffffu);
+    is_same &= values[j] == first ? 1 : 0;
+  }
+  largest = team.all(largest, largest_space, [](uint32_t a, uint32_t b) { return max(a, b); });
+  is_same = team.all(is_same, same_space, [](int a, int b) { return a & b; });
+  team.sync();
+  if (team.warp == 0) {
+    float sum = 0.0f;
+    for (int64_t j = team.lane; j < width; j += kBlock) {
+      sum += values[j];
+    }
+    sum = lane_sum(sum);
+    if (team.lane == 0) {
+      sum_space[team.number] = sum;
+    }
+  }
+  team.sync();
+  const Row result{is_same != 0 && !is_narrow(width), largest < 0x7f800000u, sent_mean(sum_space[team.number], width),
+                   normalizer(largest)};
+  for (int64_t j = team.thread(); j < width; j += AnyTeam::kSize) {
+    values[j] = (values[j] - result.mean) * result.normal;
+  }
+  team.sync();
+  return result;
+}
+
+// Writes the scale of every piece, a warp each. False if one is not finite.
+template <typename AnyTeam>
+__device__ bool write_scales(const AnyTeam& team, const float* values, int64_t width, RowKey key, bool unbiased,
+                             float normal, uint8_t* scales) {
+  __shared__ int space[kWarpsPerBlock];
+  int is_good = 1;
+  for (int64_t number = team.warp; number < num_scales(width); number += AnyTeam::kSize / kBlock) {
+    const Piece piece = piece_of(width, number);
+    float sizes = 0.0f;
+    float squares = 0.0f;
+    for (int64_t j = team.lane; j < piece.size; j += kBlock) {
+      const float value = values[piece.begin + j];
+      sizes += fabsf(value);
+      squares += value * value;
+    }
+    const uint32_t noise = random_bits(key, kScaleNoise + static_cast<uint32_t>(number));
+    const float scale = sent_scale(lane_sum(sizes), lane_sum(squares), piece.size, unbiased, normal, noise);
+    is_good &= is_finite(scale) ? 1 : 0;
+    if (team.lane == 0) {
+      store16(scales + 2 * number, static_cast<uint16_t>(bit_cast<uint32_t>(scale) >> 16));
+    }
+  }
+  return team.all(is_good, space, [](int a, int b) { return a & b; }) != 0;
+}
+
+// A one for every negative value.
+template <typename AnyTeam>
+__device__ void write_signs(const AnyTeam& team, const float* values, int64_t width, uint8_t* codes) {
+  for (int64_t begin = team.warp * kBlock; begin < width; begin += AnyTeam::kSize) {
+    const int64_t j = begin + team.lane;
+    const uint32_t word = __ballot_sync(kAllLanes, j < width && bit_cast<uint32_t>(values[j]) >> 31 != 0u);
+    if (team.lane < code_bytes(min(width - begin, static_cast<int64_t>(kBlock)), 1)) {
+      codes[begin / 8 + team.lane] = static_cast<uint8_t>(word >> 8 * team.lane);
+    }
+  }
+}
+
+// Codes of 0, then the same bf16 in place of scales and mean.
+template <typename AnyTeam>
+__device__ void fill_record(const AnyTeam& team, uint8_t* record, int64_t width, uint16_t side) {
+  for (int64_t j = team.thread(); j < code_bytes(width, 1); j += AnyTeam::kSize) {
+    record[j] = 0;
+  }
+  for (int64_t j = code_bytes(width, 1) + 2 * team.thread(); j < rotated_bytes(width); j += 2 * AnyTeam::kSize) {
+    store16(record + j, side);
+  }
+  team.sync();
+}
+
+template <typename AnyTeam, typename Value>
+__global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* __restrict__ entries,
+                                const int64_t* __restrict__ ids, int64_t key, bool unbiased,
+                                uint8_t* __restrict__ records, int64_t* __restrict__ bad, Layout layout) {
+  extern __shared__ float space[];
+  const AnyTeam team;
+  const int64_t width = layout.width;
+  float* const values = space + team.number * width;
+  for (int64_t k = team.first_row(); k < layout.num_entries; k += team.row_step()) {
+    const int64_t entry = entries == nullptr ? k : entries[k];
+    check_row(entry, layout.num_rows);
+    uint8_t* const record = records + k * layout.stride;
+    uint8_t* const scales = record + code_bytes(width, 1);
+    uint8_t* const mean = record + rotated_bytes(width) - 2;
+    const RowKey row_noise = row_key(key, ids[k]);
+    const Row row = normalize(team, rows + entry * width, width, values);
+    if (row.is_finite && row.is_constant) {
+      fill_record(team, record, width, 0);
+      if (team.is_first()) {
+        const uint32_t bits = bit_cast<uint32_t>(widen(rows[entry * width]));
+        store16(record, static_cast<uint16_t>(bits));
+        store16(scales, kConstantMark);
+        store16(mean, static_cast<uint16_t>(bits >> 16));
+      }
+      continue;
+    }
+    rotate(team, values, width, first_rotation_size(width), row_noise, 0);
+    rotate(team, values, width, rotation_size(width), row_noise, kRoundSigns);
+    const bool has_scales = write_scales(team, values, width, row_noise, unbiased, row.normal, scales);
+    if (!row.is_finite || !has_scales) {
+      fill_record(team, record, width, 0x7fc0u);
+      if (team.is_first()) {
+        report_bad(bad, k);
+      }
+      continue;
+    }
+    write_signs(team, values, width, record);
+    if (team.is_first() && !is_narrow(width)) {
+      store16(mean, static_cast<uint16_t>(bit_cast<uint32_t>(row.mean) >> 16));
+    }
+  }
+}
+
+template <typename AnyTeam, typename Value, bool kAdd>
+__global__ void dequantize_kernel(const uint8_t* __restrict__ records, const int64_t* __restrict__ entries,
+                                  const int64_t* __restrict__ ids, int64_t key, Value* __restrict__ rows,
+                                  Layout layout) {
+  extern __shared__ float space[];
+  const AnyTeam team;
+  const int64_t width = layout.width;
+  float* const values = space + team.number * width;
+  for (int64_t k = team.first_row(); k < layout.num_entries; k += team.row_step()) {
+    const int64_t entry = entries == nullptr ? k : entries[k];
+    check_row(entry, layout.num_rows);
+    const uint8_t* const record = records + k * layout.stride;
+    const uint8_t* const scales = record + code_bytes(width, 1);
+    const RowKey row_noise = row_key(key, ids[k]);
+    const uint32_t upper = is_narrow(width) ? 0u : load16(record + rotated_bytes(width) - 2);
+    const bool is_constant = load16(scales) == kConstantMark;
+    const float constant = bit_cast<float>(upper << 16 | (is_constant ? load16(record) : 0u));
+    if (!is_constant) {
+      for (int64_t number = 0; number < num_scales(width); ++number) {
+        const Piece piece = piece_of(width, number);
+        const float scale = widen(BFloat16{load16(scales + 2 * number)});
+        for (int64_t j = piece.begin + team.thread(); j < piece.begin + piece.size; j += AnyTeam::kSize) {
+          values[j] = (record[j / 8] >> j % 8 & 1) != 0 ? -scale : scale;
+        }
+      }
+      team.sync();
+      rotate_back(team, values, width, rotation_size(width), row_noise, kRoundSigns);
+      rotate_back(team, values, width, first_rotation_size(width), row_noise, 0);
+    }
+    Value* const row = rows + entry * width;
+    for (int64_t j = team.thread(); j < width; j += AnyTeam::kSize) {
+      put<kAdd>(is_constant ? constant : values[j] + constant, row + j);
+    }
+    team.sync();  // before the next row enters the space
+  }
+}
+
+// Lets a kernel have as much shared memory as its rows take. Returns the bytes.
+template <typename AnyTeam, typename Kernel>
+size_t shared_bytes(Kernel* kernel, int64_t width) {
+  const size_t bytes = static_cast<size_t>(width) * sizeof(float) * AnyTeam::kPerBlock;
+  SYLVIE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                         cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  return bytes;
+}
+
+Layout check_rotated(const Tensor& message, int64_t offset, int64_t bits, const Tensor& rows, int64_t num_entries) {
+  SYLVIE_CHECK(bits == 1, "bits: expected 1, got ", bits);
+  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(rows.size(1)));
+}
+
+void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index, const Tensor& id, int64_t key,
+                          int64_t bits, bool unbiased, const Tensor& message, int64_t offset, const Tensor& bad) {
+  const Layout layout = check_rotated(message, offset, bits, rows, id.size(0));
+  const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
+  const int64_t* const entries = check_index(index, rows, layout.num_entries);
+  auto* const first_bad = const_cast<int64_t*>(check_entries(bad, "bad", 1, rows));
+  if (layout.is_empty()) {
+    return;
+  }
+  const DeviceScope device(rows);
+  auto* const records = static_cast<uint8_t*>(message.mutable_data_ptr()) + offset;
+  with_quantized_type(rows.scalar_type(), [&](auto zero) {
+    using Value = decltype(zero);
+    const auto* const source = static_cast<const Value*>(rows.const_data_ptr());
+    with_team(layout.width, [&](auto team) {
+      using AnyTeam = typename decltype(team)::Type;
+      const auto kernel = quantize_kernel<AnyTeam, Value>;
+      kernel<<<num_blocks<AnyTeam>(layout.num_entries), kThreadsPerBlock, shared_bytes<AnyTeam>(kernel, layout.width),
+               device.stream()>>>(source, entries, ids, key, unbiased, records, first_bad, layout);
+    });
+  });
+  SYLVIE_CUDA_CHECK(cudaGetLastError());
+}
+
+template <bool kAdd>
+void launch_dequantize(const uint8_t* records, const int64_t* entries, const int64_t* ids, int64_t key,
+                       const Tensor& rows, const Layout& layout, cudaStream_t stream) {
+  with_quantized_type(rows.scalar_type(), [&](auto zero) {
+    using Value = decltype(zero);
+    auto* const target = static_cast<Value*>(rows.mutable_data_ptr());
+    with_team(layout.width, [&](auto team) {
+      using AnyTeam = typename decltype(team)::Type;
+      const auto kernel = dequantize_kernel<AnyTeam, Value, kAdd>;
+      kernel<<<num_blocks<AnyTeam>(layout.num_entries), kThreadsPerBlock, shared_bytes<AnyTeam>(kernel, layout.width),
+               stream>>>(records, entries, ids, key, target, layout);
+    });
+  });
+  SYLVIE_CUDA_CHECK(cudaGetLastError());
+}
+
+void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, int64_t bits,
+                            const Tensor& rows) {
+  const Layout layout = check_rotated(message, offset, bits, rows, rows.size(0));
+  const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
+  if (layout.is_empty()) {
+    return;
+  }
+  const DeviceScope device(rows);
+  const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
+  launch_dequantize<false>(records, nullptr, ids, key, rows, layout, device.stream());
+}
+
+void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, int64_t bits,
+                                const Tensor& index, const std::vector<int64_t>& counts, const Tensor& rows) {
+  const Layout layout = check_rotated(message, offset, bits, rows, index.size(0));
+  const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
+  const int64_t* const entries = check_entries(index, "index", layout.num_entries, rows);
+  check_counts(counts, layout);
+  if (layout.is_empty()) {
+    return;
+  }
+  const DeviceScope device(rows);
+  const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
+  for_each_group(counts, [&](int64_t begin, int64_t count) {
+    Layout group = layout;
+    group.num_entries = count;
+    launch_dequantize<true>(records + begin * layout.stride, entries + begin, ids + begin, key, rows, group,
+                            device.stream());
+  });
+}
+
+}  // namespace
+}  // namespace sylvie
+
+STABLE_TORCH_LIBRARY_IMPL(lightning_sylvie, CUDA, m) {
+  m.impl("rotate_quantize_rows", TORCH_BOX(&sylvie::rotate_quantize_rows));
+  m.impl("rotate_dequantize_rows", TORCH_BOX(&sylvie::rotate_dequantize_rows));
+  m.impl("rotate_dequantize_add_rows", TORCH_BOX(&sylvie::rotate_dequantize_add_rows));
+}
