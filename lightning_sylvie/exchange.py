@@ -109,7 +109,11 @@ class Halo:
         if fresh:
             appended = self._append(fresh, exact, name)
             known.update((id(t), extended) for t, extended in zip(fresh, appended, strict=True))
-            self._recent = [(t, t._version, t.requires_grad, known[id(t)]) for t in tensors]
+            self._recent = [
+                (t, t._version, t.requires_grad, known[id(t)])
+                for t in tensors
+                if not t.is_inference()
+            ]
         return tuple(known[id(t)] for t in tensors)
 
     def fold(self, tensor: Tensor) -> Tensor:
@@ -166,7 +170,7 @@ class Halo:
     def _moved(self, tensor: Tensor) -> Tensor | None:
         """The extended rows of a tensor that the last call moved, if nothing changed it since."""
         for known, version, requires_grad, extended in self._recent:
-            unchanged = known is tensor and not tensor.is_inference() and version == tensor._version
+            unchanged = known is tensor and version == tensor._version
             differentiable = extended.requires_grad or not (
                 requires_grad and torch.is_grad_enabled()
             )
