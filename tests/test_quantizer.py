@@ -98,7 +98,7 @@ def test_a_row_that_is_not_finite_is_named(value: float, name: str) -> None:
 def test_bad_choices_say_what_is_expected() -> None:
     with pytest.raises(ValueError, match=r"expected bits in \(1, 2, 4, 8, 16, 32\), got 3"):
         choose(3)
-    with pytest.raises(ValueError, match="expected quantizer in .* got 'best'"):
+    with pytest.raises(ValueError, match=r"expected quantizer in .* got 'best'"):
         choose(1, "best")
     with pytest.raises(ValueError, match=r"expected bits in \(1,\) for Rotated, got 4"):
         choose(4, "rotated")

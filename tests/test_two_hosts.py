@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from network.hosts import Hosts, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -29,7 +28,8 @@ graph = Data(
 )
 L.seed_everything(1, verbose=False)
 module = SylvieModule(GraphSAGE(8, 16, num_layers=2, out_channels=3))
-strategy = SylvieStrategy(partition="random", cache_dir=cache) if devices * num_nodes > 1 else "auto"
+cut = SylvieStrategy(partition="random", cache_dir=cache)
+strategy = cut if devices * num_nodes > 1 else "auto"
 trainer = L.Trainer(
     accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy, max_epochs=5,
     precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -97,11 +97,11 @@ class Attachment:
         """Each tensor with halo rows appended along `node_dim`, in one message per peer."""
         tensors = list(tensors)
         dims = [node_dim % max(tensor.dim(), 1) for tensor in tensors]
-        rows = [t if dim == 0 else t.movedim(dim, 0) for t, dim in zip(tensors, dims)]
+        rows = [t if dim == 0 else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
         if not rows:
             return []
         moved = self.halo.append(*rows, name=self.path(layer))
-        return [t if dim == 0 else t.movedim(0, dim) for t, dim in zip(moved, dims)]
+        return [t if dim == 0 else t.movedim(0, dim) for t, dim in zip(moved, dims, strict=True)]
 
     @contextmanager
     def reversed(self, layer: Attached) -> Iterator[Callable[[str, Any], Any]]:

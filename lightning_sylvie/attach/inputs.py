@@ -40,7 +40,8 @@ class HaloInput(Attached):
         bound = forward.bind(self, *args, **kwargs)
         found: dict[int, Tensor] = {}
         _map_rows(self._is_node_level, lambda t: found.setdefault(id(t), t), bound.arguments)
-        moved = dict(zip(found, self.attachment.append(self, found.values(), 0)))
+        extended = self.attachment.append(self, found.values(), 0)
+        moved = dict(zip(found, extended, strict=True))
         bound.arguments = _map_rows(self._is_node_level, lambda t: moved[id(t)], bound.arguments)
         return bound.args[1:], bound.kwargs
 

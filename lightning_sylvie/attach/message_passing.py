@@ -1,9 +1,9 @@
 """Message passing over a part: neighbours' rows arrive where a layer reads them.
 
 PyG collects what `message` and `edge_update` ask for in one place, `MessagePassing._collect`; every
-name that ends in ``_j`` is read through the edges' sources. There, and only there, the halo rows are
-appended, so multi-hop layers exchange once per hop, attention sends its logits, and a layer that
-maps before it aggregates sends the mapped, often narrower, rows.
+name that ends in ``_j`` is read through the edges' sources. There, and only there, the halo rows
+are appended, so multi-hop layers exchange once per hop, attention sends its logits, and a layer
+that maps before it aggregates sends the mapped, often narrower, rows.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ class HaloMessagePassing(Attached, MessagePassing):
         """Each source as a pair: owned and halo rows of the neighbours, owned rows of the rest."""
         ends = {name: _ends(value) for name, value in sources.items()}
         moved = self.attachment.append(self, [far for far, _ in ends.values()], self.node_dim)
-        return {
-            name: self._pair(rows, near) for rows, (name, (_, near)) in zip(moved, ends.items())
-        }
+        pairs = zip(moved, ends.items(), strict=True)
+        return {name: self._pair(rows, near) for rows, (name, (_, near)) in pairs}
 
     def _refreshed(self, sources: dict[str, Any], *, hop: bool) -> dict[str, Any]:
         """The sources as pairs; halo rows that are not their owners' any more come anew."""
@@ -115,7 +114,8 @@ class HaloMessagePassing(Attached, MessagePassing):
         stale = [name for name, (far, _) in ends.items() if wide.is_stale(far)]
         wide.note_read([far for far, _ in ends.values()], hop=hop)
         owned = [ends[name][0].narrow(self.node_dim, 0, num_owned) for name in stale]
-        moved = dict(zip(stale, self.attachment.append(self, owned, self.node_dim)))
+        fresh = self.attachment.append(self, owned, self.node_dim)
+        moved = dict(zip(stale, fresh, strict=True))
         return {name: self._pair(moved.get(name, far), near) for name, (far, near) in ends.items()}
 
     def _pair(self, far: Any, near: Any) -> tuple[Any, Any]:

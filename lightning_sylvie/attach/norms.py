@@ -109,7 +109,7 @@ class GlobalInstanceNorm(GlobalNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         layer: Any = self
-        if layer.track_running_stats and not layer.training or not self.is_global(batch):
+        if (layer.track_running_stats and not layer.training) or not self.is_global(batch):
             return super().forward(x, batch, batch_size)  # type: ignore[misc, no-any-return]
         mean, count = self.mean(x)
         centred = x - mean
@@ -120,9 +120,8 @@ class GlobalInstanceNorm(GlobalNorm):
                 layer.running_mean.lerp_(mean[0], layer.momentum)
                 layer.running_var.lerp_(unbiased, layer.momentum)
         out = centred / (variance + layer.eps).sqrt()
-        if layer.weight is not None:
-            out = out * layer.weight + layer.bias
-        return out
+        scaled: Tensor = out if layer.weight is None else out * layer.weight + layer.bias
+        return scaled
 
 
 class GlobalLayerNorm(GlobalNorm):
@@ -140,7 +139,8 @@ class GlobalLayerNorm(GlobalNorm):
             out = centred / (variance.sqrt() + layer.eps)
         else:
             out = centred / (variance + layer.eps).sqrt()
-        return out if layer.weight is None else out * layer.weight + layer.bias
+        scaled: Tensor = out if layer.weight is None else out * layer.weight + layer.bias
+        return scaled
 
 
 class GlobalPairNorm(GlobalNorm):

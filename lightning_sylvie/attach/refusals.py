@@ -1,5 +1,7 @@
 """Layers that can't be right on a cut graph, and what to use instead."""
 
+# ruff: noqa: E501 (one reason, one line)
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 from torch_geometric import nn as pyg_nn
 
-HETERO = "it reads a heterogeneous graph, which is not cut; use RGCNConv or HGT-free layers on one edge set with edge types"
+HETERO = "it reads a heterogeneous graph, which is not cut; use Data.to_homogeneous() and a layer that reads edge types, such as RGCNConv"
 ALL_PAIRS = "it compares every node with every other one; use a layer that reads edges, such as TransformerConv or GATv2Conv"
 POOLS = "it merges or drops nodes, so rows no longer belong to the nodes of the plan; use a node-level model"
 READOUT = "it reduces over all nodes of the graph; it is only right as the `aggr` of a message-passing layer"

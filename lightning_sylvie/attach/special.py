@@ -40,8 +40,10 @@ class HaloDirGNN(Attached):
         with self.attachment.reversed(self) as turn:
             turn("edge_index", edge_index)
             outward = layer.conv_out(x, self.attachment.halo.shard.edge_index)
-        out = layer.alpha * outward + (1 - layer.alpha) * inward
-        return out if layer.lin is None else out + layer.lin(x)
+        out: Tensor = layer.alpha * outward + (1 - layer.alpha) * inward
+        if layer.lin is not None:
+            out = out + layer.lin(x)
+        return out
 
 
 class HaloCheb(Attached):
