@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,7 +151,8 @@ class Halo:
             check_signature(self.transport, f"exchange {self._slot}: {layout}")
         if self.plan.num_ranks == 1:
             return tuple(tensors)
-        appended: tuple[Tensor, ...] = _Append.apply(self._route(exact, name), *tensors)
+        route = self._route(exact, name)
+        appended: tuple[Tensor, ...] = _Append.apply(route, self._forget, *tensors)
         return appended
 
     def _route(self, exact: bool, name: str) -> Route:
@@ -166,6 +167,9 @@ class Halo:
             key=(self._seed, self._epoch, self._slot),
             name=name or f"exchange {self._slot}",
         )
+
+    def _forget(self) -> None:
+        self._recent = []
 
     def _moved(self, tensor: Tensor) -> Tensor | None:
         """The extended rows of a tensor that the last call moved, if nothing changed it since."""
@@ -190,18 +194,22 @@ class Halo:
 
 class _Append(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.route = route
+    def forward(
+        ctx: Any, route: Route, forget: Callable[[], None], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.route, ctx.forget = route, forget
         extended = route.push(tensors)
-        ctx.mark_non_differentiable(*(t for t in extended if not t.is_floating_point()))
+        wanted = zip(extended, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*(rows for rows, needed in wanted if not needed))
         return tuple(extended)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        ctx.forget()  # rows whose graph is spent must not serve another forward
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         folded = iter(ctx.route.pull([grads[i] for i in wanted]))
-        return None, *(next(folded) if i in wanted else None for i in range(len(grads)))
+        return None, None, *(next(folded) if i in wanted else None for i in range(len(grads)))
 
 
 class _Fold(torch.autograd.Function):

@@ -144,3 +144,20 @@ def test_a_row_that_is_not_finite_is_told_with_layer_rank_and_node() -> None:
         ValueError, match=rf"convs.1 \(GCNConv\): the row of node {node} that rank 1"
     ):
         run_threads(body, 2)
+
+
+def test_rows_of_a_spent_graph_are_moved_anew() -> None:
+    """Two forwards of one tensor with a backward between them, as in manual optimisation."""
+
+    def body(transport: object) -> int:
+        halo = Halo(transport)  # type: ignore[arg-type]
+        shard = shards(2)[halo.transport.rank]
+        x, constant = shard.node["x"].clone().requires_grad_(), shard.node["x"] + 1
+        with halo.using(shard):
+            for _ in range(2):
+                extended, fixed = halo.append(x, constant)
+                assert not fixed.requires_grad
+                (extended * fixed).sum().backward()
+        return halo.transport.num_exchanges
+
+    assert run_threads(body, 2) == [4, 4]
