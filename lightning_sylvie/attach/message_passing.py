@@ -40,9 +40,9 @@ class Attached:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the layer that the user wrote."""
+        """Pickles as the layer that the user wrote, readable without this package."""
         state = self.__dict__ | forgotten(self)
-        return copyreg.__newobj__, (self.original,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (self.original, object, None), state  # type: ignore[attr-defined]
 
 
 class HaloMessagePassing(Attached, MessagePassing):

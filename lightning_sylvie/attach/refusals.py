@@ -85,10 +85,11 @@ def refusals(module: torch.nn.Module, *, at_input: bool) -> Iterator[tuple[str, 
 
 def _overrides_propagate(kind: Any) -> bool:
     """Whether somebody has written a `propagate` for a layer, beside PyG's and its templates."""
-    written = [
-        owner.__dict__.get("_orig_propagate", owner.__dict__.get("propagate"))
-        for owner in kind.__mro__[: kind.__mro__.index(pyg_nn.MessagePassing)]
+    classes = [vars(owner) for owner in kind.__mro__ if owner is not pyg_nn.MessagePassing]
+    templates = [
+        (c["_orig_propagate"], c["_jinja_propagate"]) for c in classes if "_orig_propagate" in c
     ]
-    generated = {owner.__dict__.get("_jinja_propagate") for owner in kind.__mro__}
-    library = pyg_nn.MessagePassing.propagate
-    return any(p is not None and p is not library and p not in generated for p in written)
+    known = {generated for original, generated in templates if generated is not original}
+    known.add(pyg_nn.MessagePassing.propagate)
+    written = [c.get("_orig_propagate", c.get("propagate")) for c in classes]
+    return any(propagate is not None and propagate not in known for propagate in written)
