@@ -22,7 +22,9 @@ from lightning_sylvie.partition import Metis
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 1}, "expected bits=32, got 1"),
+        ({"bits": 3}, r"expected bits in \(1, 2, .*got 3"),
+        ({"gradient_bits": 5}, "expected bits in .*got 5"),
+        ({"quantizer": "best"}, "expected quantizer in .*got 'best'"),
         ({"mode": "async"}, "expected mode=\"sync\", got 'async'"),
         ({"exchange": "row"}, "expected exchange to be one of .*'input'.*, got 'row'"),
         ({"partition": "best"}, "expected partition to be one of .*got 'best'"),

@@ -92,6 +92,12 @@ class UserModule(L.LightningModule):
 class Launched(ClusterEnvironment):
     """The environment of ranks that somebody else has started and connected."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Known from the start, as from environment variables: a failure closes the world's group.
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._size = dist.get_world_size() if dist.is_initialized() else 1
+
     @property
     def creates_processes_externally(self) -> bool:
         return True
@@ -109,19 +115,19 @@ class Launched(ClusterEnvironment):
         return False
 
     def world_size(self) -> int:
-        return dist.get_world_size()
+        return self._size
 
     def set_world_size(self, size: int) -> None:
         assert size == self.world_size()
 
     def global_rank(self) -> int:
-        return dist.get_rank()
+        return self._rank
 
     def set_global_rank(self, rank: int) -> None:
         assert rank == self.global_rank()
 
     def local_rank(self) -> int:
-        return dist.get_rank()
+        return self._rank
 
     def node_rank(self) -> int:
         return 0
@@ -194,7 +200,7 @@ def alone(case: Case) -> Any:
 class OnRanks:
     """What some cases give on every rank, from one start of the ranks for all of them."""
 
-    def __init__(self, *cases: Case, timeout: float = 150.0) -> None:
+    def __init__(self, *cases: Case, timeout: float = 90.0) -> None:
         self._cases, self._timeout = cases, timeout
         self._results = functools.cache(self._run)
 
