@@ -87,6 +87,14 @@ class SylvieModule(LightningModule):
         read = self.trainer.progress_bar_callback or {"train_loss", "train_acc"} & set(monitors)
         self._log_every = 1 if read else max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning notes the hook it is in some sixty times per epoch, which torch would search
+        for parameters each time."""
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, data: Any) -> Tensor:
         """Scores of every node of `data`, ``(num_nodes, num_classes)``."""
         extras = {name: data[name] for name in self._extras if data.get(name) is not None}
