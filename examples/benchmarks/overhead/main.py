@@ -34,7 +34,7 @@ from torch_geometric.nn import GraphSAGE  # noqa: E402
 
 from lightning_sylvie import GraphDataModule, SylvieModule, SylvieStrategy  # noqa: E402
 
-BLOCK = 10  # epochs between two readings of the clock: one period of logs and validation
+BLOCK = 50  # epochs between two readings of the clock: a multiple of the period of logs
 TARGET = 1.2  # ms of CPU per epoch over the bare loop, where Lightning with everything off
 TARGET_OFF = 0.56  # takes this much over it: the pair was measured on one machine
 BARE, OFF = "bare loop", "Lightning, everything off"
