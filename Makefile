@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test lint format install clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py $(if $(DATASET),--dataset "$(DATASET)")
@@ -40,9 +40,14 @@ $(VENV)/.tools:
 	$(BIN)/python -m pip install 'scikit-build-core>=0.11' cmake ninja
 	touch $@
 
+# An install in place knows which module lies in which file, so it is made anew when the list of files changes.
+$(VENV)/.modules: $(VENV)/.tools FORCE
+	@find lightning_sylvie -name '*.py' | LC_ALL=C sort >$@.new
+	@if cmp -s $@ $@.new; then rm $@.new; else mv $@.new $@; fi
+
 # Python sources are used where they lie. The C++ is compiled here, and again when it has changed: never at
 # import, where every process of a training run would do it.
-$(VENV)/.installed: $(VENV)/.tools $(NATIVE)
+$(VENV)/.installed: $(VENV)/.tools $(VENV)/.modules $(NATIVE)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --no-build-isolation -e '.[dev]'
 	touch $@
 

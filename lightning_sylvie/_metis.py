@@ -70,7 +70,8 @@ def _run(folder: Path) -> None:
     except OSError as error:
         raise RuntimeError(f"METIS could not be started ({error}): {cure}") from error
     if child.returncode < 0:
-        name = signal.Signals(-child.returncode).name
+        number = -child.returncode
+        name = {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
         hint = ", most likely for lack of memory" if name == "SIGKILL" else ""
         raise RuntimeError(f"METIS was ended by {name}{hint}: {cure}")
     if child.returncode > 0:

@@ -46,11 +46,13 @@ def stream(
 def _adjacency(edge_index: Ints, num_nodes: int) -> tuple[Ints, NDArray[np.int32 | np.int64]]:
     """Row starts and neighbours over both directions; duplicates count as often as they occur."""
     narrow = np.int32 if num_nodes < 2**31 else np.int64
-    ends = np.concatenate([edge_index[1], edge_index[0]]).astype(narrow)
-    order = np.argsort(ends, kind="stable")
+    source, target = edge_index.astype(narrow)
+    ends = np.concatenate([target, source])
     starts = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(np.bincount(ends, minlength=num_nodes), out=starts[1:])
-    return starts, np.concatenate([edge_index[0], edge_index[1]]).astype(narrow)[order]
+    order = np.argsort(ends, kind="stable")
+    del ends
+    return starts, np.concatenate([source, target])[order]
 
 
 def _count_near(

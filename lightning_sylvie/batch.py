@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch_geometric.data import Batch, Data
+from torch_geometric.data.data import BaseData
 
 from lightning_sylvie.graph import Graph
 from lightning_sylvie.shard import Shard
@@ -36,23 +38,24 @@ class ShardData(Data):  # type: ignore[misc]
 
 
 class OneBatch:
-    """A loader of exactly one batch that is always there: no workers, no copies.
+    """A loader of exactly one batch that is always there: no workers, and tensors stay in place.
 
-    Not a `DataLoader`, so no sampler is put around it.
+    Not a `DataLoader`, so no sampler is put around it. Each epoch gets a `Data` of its own around
+    the same tensors: what a step or a hook stores in it is gone in the next epoch.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: ShardData) -> None:
         self.batch = batch
 
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Iterator[Any]:
-        yield self.batch
+    def __iter__(self) -> Iterator[ShardData]:
+        yield copy.copy(self.batch)
 
 
 def graph_of(data: Data) -> Graph:
-    """The plain tensors of a `Data`.
+    """The plain tensors of a `Data`; ``n_id`` holds its nodes' numbers in a larger graph.
 
     Raises:
         ValueError: If it has no `edge_index`, or holds what can't be cut.
@@ -67,13 +70,16 @@ def graph_of(data: Data) -> Graph:
             f"expected data.edge_index, got the fields {sorted(data.keys())}: keep edge_index "
             "beside adj_t; layers use the sparse product by themselves"
         )
-    fields: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "rest": {}}
+    fields: dict[str, Any] = {"node": {}, "edge": {}, "rest": {}}
     for name, value in data.to_dict().items():
         if name in ("edge_index", "num_nodes", "adj_t", "n_id") or value is None:
             continue
         kind = "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else "rest"
         fields[kind if isinstance(value, Tensor) else "rest"][name] = value
-    return Graph(int(data.num_nodes or 0), data.edge_index, **fields)
+    number = data.get("n_id")
+    if number is not None and not bool((number.diff() > 0).all()):
+        number = None  # a sampler's, not a subgraph's
+    return Graph(int(data.num_nodes or 0), data.edge_index, **fields, node_id=number)
 
 
 def whole_graph(loader: Iterable[Any]) -> Data:
@@ -95,7 +101,7 @@ def whole_graph(loader: Iterable[Any]) -> Data:
         if first.num_graphs != 1:
             raise ValueError(f"expected one graph in the batch, got {first.num_graphs}")
         first = first.get_example(0)
-    if not isinstance(first, Data):
+    if not isinstance(first, BaseData):
         raise ValueError(
             f"expected the loader to yield one torch_geometric Data, got {type(first).__name__}"
         )

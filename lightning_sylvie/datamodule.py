@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData
 
 from lightning_sylvie.partition import Partitioner, resolve
+from lightning_sylvie.strategy import SylvieStrategy
 
-Source = Data | Sequence[Data] | Callable[[], Any] | str | Path
+Source: TypeAlias = Data | Sequence[Data] | Callable[[], Any] | str | Path
 SPLITS = ("train_mask", "val_mask", "test_mask")
 
 
@@ -77,7 +79,8 @@ class GraphDataModule(LightningDataModule):
         super().__init__()
         if not isinstance(split, int) and not (0 < min(split) and sum(split) < 1):
             raise ValueError(
-                f"expected a training and a validation share above 0 and below 1 together, got {split}"
+                "expected a training and a validation share above 0 and below 1 together, got "
+                f"{split}"
             )
         self._source, self._data = data, None
         self._partition = None if partition is None else resolve(partition)
@@ -86,6 +89,20 @@ class GraphDataModule(LightningDataModule):
         self._folder = _parts_folder(data)
         if self._folder and inductive:
             raise ValueError("inductive=True needs the graph itself, got a folder of parts")
+
+    def setup(self, stage: str) -> None:
+        """Refuses other strategies on several devices, each of which would train on all of it."""
+        trainer = self.trainer
+        if (
+            trainer is not None
+            and trainer.world_size > 1
+            and not isinstance(trainer.strategy, SylvieStrategy)
+        ):
+            raise ValueError(
+                f"expected SylvieStrategy for {trainer.world_size} devices, got "
+                f"{type(trainer.strategy).__name__}, which does not cut a graph: "
+                "Trainer(strategy=SylvieStrategy())"
+            )
 
     def train_dataloader(self) -> GraphLoader:
         return self._loader(self._training_graph if self._inductive else self._graph)
@@ -106,13 +123,20 @@ class GraphDataModule(LightningDataModule):
 
     def _graph(self) -> Data:
         """The graph with one mask per split, loaded once."""
+        if self._folder:
+            raise ValueError(
+                f"expected SylvieStrategy for a folder of parts, got {self._folder}: on one device "
+                "pass the graph itself"
+            )
         if self._data is None:
             self._data = _with_masks(_load(self._source), self._split, self._seed)
         return self._data
 
     def _training_graph(self) -> Data:
         data = self._graph()
-        return data.subgraph(data.train_mask)
+        subgraph = data.subgraph(data.train_mask)
+        subgraph["n_id"] = data.train_mask.nonzero().view(-1)
+        return subgraph
 
 
 def _parts_folder(source: Source) -> Path | None:
@@ -123,9 +147,9 @@ def _parts_folder(source: Source) -> Path | None:
 def _load(source: Any) -> Data:
     if isinstance(source, (str, Path)):
         source = torch.load(source, weights_only=False)
-    elif callable(source) and not isinstance(source, Data):
+    elif callable(source) and not isinstance(source, BaseData):
         source = source()
-    if not isinstance(source, Data) and hasattr(source, "__getitem__"):
+    if not isinstance(source, BaseData) and hasattr(source, "__getitem__"):
         if len(source) != 1:
             raise ValueError(f"expected a dataset of one graph, got {len(source)}: pass dataset[i]")
         source = source[0]
@@ -148,6 +172,8 @@ def _with_masks(data: Data, split: tuple[float, float] | int, seed: int) -> Data
         mask = data.get(name)
         if mask is not None and mask.dim() == 2:
             column = split if isinstance(split, int) else 0
+            if not 0 <= column < mask.shape[1]:
+                raise ValueError(f"expected split below {mask.shape[1]}, got {split}")
             data[name] = mask[:, column].contiguous()
     return data
 
@@ -156,6 +182,6 @@ def _random_split(data: Data, split: tuple[float, float], seed: int) -> Data:
     num_nodes = int(data.num_nodes or 0)
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
     ends = [round(split[0] * num_nodes), round(sum(split) * num_nodes)]
-    for name, nodes in zip(SPLITS, order.tensor_split(ends)):
+    for name, nodes in zip(SPLITS, order.tensor_split(ends), strict=True):
         data[name] = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, nodes, True)
     return data

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Full, Quantizer
+from lightning_sylvie.route import Route, RowIds
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.transport import Transport, check_signature
 
@@ -26,14 +26,27 @@ class Halo:
     Args:
         transport: Moves messages between ranks; owned by the caller.
         quantizer: How rows travel.
+        gradient_quantizer: How their gradients travel; None: likewise.
+        seed: Of the noise; the same on every rank.
     """
 
-    def __init__(self, transport: Transport, quantizer: Quantizer | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        quantizer: Quantizer | None = None,
+        gradient_quantizer: Quantizer | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
         self.transport = transport
-        self.quantizer = quantizer or Full()
+        self._quantizers = quantizer or Full(), gradient_quantizer or quantizer or Full()
+        self._seed = seed
         self.checking = False
+        self._exact = False
+        self._epoch = 0
         self._shard: Shard | None = None
         self._slot = 0
+        self._ids: dict[int, RowIds] = {}
         self._recent: list[tuple[Tensor, int, bool, Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Halo:
@@ -54,25 +67,29 @@ class Halo:
         return self.shard.plan
 
     @contextmanager
-    def using(self, shard: Shard, *, checking: bool = False) -> Iterator[None]:
+    def using(
+        self, shard: Shard, *, epoch: int = 0, exact: bool = False, checking: bool = False
+    ) -> Iterator[None]:
         """Puts the plan of `shard` in force.
 
         Args:
             shard: The part whose rows the layers hold.
+            epoch: Of the noise.
+            exact: Let all rows travel as they are (validation, test, prediction).
             checking: Compare slot, shapes and types of every exchange over the ranks first.
         """
-        outer = self._shard, self.checking
-        self._shard, self.checking = shard, checking
+        outer = self._shard, self._epoch, self._exact, self.checking
         if outer[0] is None:
             self._slot = 0
+        self._shard, self._epoch, self._exact, self.checking = shard, epoch, exact, checking
         self._recent = []
         try:
             yield
         finally:
-            self._shard, self.checking = outer
+            self._shard, self._epoch, self._exact, self.checking = outer
             self._recent = []
 
-    def append(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def append(self, *tensors: Tensor, exact: bool = False, name: str = "") -> tuple[Tensor, ...]:
         """The tensors with the halo rows behind their owned rows, moved in one message per peer.
 
         Backward adds the gradients of the halo rows to their owners' rows (spec: One epoch;
@@ -81,6 +98,8 @@ class Halo:
 
         Args:
             tensors: Each ``(num_owned, ...)``, of any type.
+            exact: Let them travel as they are.
+            name: The layer, for messages.
 
         Returns:
             Each ``(num_rows, ...)``: owned rows, then halo rows in plan order.
@@ -88,9 +107,13 @@ class Halo:
         known = {id(t): extended for t in tensors if (extended := self._moved(t)) is not None}
         fresh = [t for t in tensors if id(t) not in known]
         if fresh:
-            appended = self._append(fresh)
-            known.update((id(t), extended) for t, extended in zip(fresh, appended))
-            self._recent = [(t, t._version, t.requires_grad, known[id(t)]) for t in tensors]
+            appended = self._append(fresh, exact, name)
+            known.update((id(t), extended) for t, extended in zip(fresh, appended, strict=True))
+            self._recent = [
+                (t, t._version, t.requires_grad, known[id(t)])
+                for t in tensors
+                if not t.is_inference()
+            ]
         return tuple(known[id(t)] for t in tensors)
 
     def fold(self, tensor: Tensor) -> Tensor:
@@ -102,8 +125,8 @@ class Halo:
         Returns:
             ``(num_owned, ...)``.
         """
-        self._check(tensor, self.plan.num_rows)
-        (folded,) = _Fold.apply(self, self.plan, tensor)
+        self._check(tensor, self.plan.num_rows, "fold")
+        folded: Tensor = _Fold.apply(self._route(True, ""), tensor)
         return folded
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -118,119 +141,92 @@ class Halo:
         self.transport.all_reduce(values)
         return values.amax(0)
 
-    @torch.compiler.disable
-    def _append(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _append(self, tensors: list[Tensor], exact: bool, name: str) -> tuple[Tensor, ...]:
         for tensor in tensors:
-            self._check(tensor, self.plan.num_owned)
+            self._check(tensor, self.plan.num_owned, name)
         self._slot += 1
         if self.checking:
             layout = [(tuple(t.shape[1:]), str(t.dtype), t.requires_grad) for t in tensors]
             check_signature(self.transport, f"exchange {self._slot}: {layout}")
         if self.plan.num_ranks == 1:
             return tuple(tensors)
-        appended: tuple[Tensor, ...] = _Append.apply(self, self.plan, *tensors)
+        route = self._route(exact, name)
+        appended: tuple[Tensor, ...] = _Append.apply(route, self._forget, *tensors)
         return appended
+
+    def _route(self, exact: bool, name: str) -> Route:
+        shard = self.shard
+        if id(shard) not in self._ids:
+            self._ids[id(shard)] = RowIds(shard)
+        return Route(
+            self.transport,
+            shard.plan,
+            self._ids[id(shard)],
+            *((Full(), Full()) if exact or self._exact else self._quantizers),
+            key=(self._seed, self._epoch, self._slot),
+            name=name or f"exchange {self._slot}",
+        )
+
+    def _forget(self) -> None:
+        self._recent = []
 
     def _moved(self, tensor: Tensor) -> Tensor | None:
         """The extended rows of a tensor that the last call moved, if nothing changed it since."""
         for known, version, requires_grad, extended in self._recent:
-            if known is tensor and not tensor.is_inference() and version == tensor._version:
-                if requires_grad == tensor.requires_grad and (
-                    extended.requires_grad or not (requires_grad and torch.is_grad_enabled())
-                ):
-                    return extended
+            unchanged = known is tensor and version == tensor._version
+            differentiable = extended.requires_grad or not (
+                requires_grad and torch.is_grad_enabled()
+            )
+            if unchanged and requires_grad == tensor.requires_grad and differentiable:
+                return extended
         return None
 
     @staticmethod
-    def _check(tensor: Tensor, expected: int) -> None:
+    def _check(tensor: Tensor, expected: int, name: str) -> None:
         if tensor.dim() == 0 or tensor.shape[0] != expected:
             raise ValueError(
-                f"expected {expected} rows (the nodes this rank holds), got a tensor of shape "
-                f"{tuple(tensor.shape)}: the model changes the number of rows between its layers"
+                f"{name or 'exchange'}: expected {expected} rows (the nodes this rank holds), got "
+                f"a tensor of shape {tuple(tensor.shape)}: the model changes the number of rows "
+                "between its layers"
             )
-
-
-def _as_rows(tensor: Tensor) -> Tensor:
-    """The tensor as contiguous ``(num_rows, width)``."""
-    return tensor.detach().reshape(tensor.shape[0], math.prod(tensor.shape[1:])).contiguous()
-
-
-def _offsets(quantizer: Quantizer, rows: Sequence[Tensor]) -> list[int]:
-    """Where each tensor's bytes start in a record, and the record's length."""
-    offsets = [0]
-    for tensor in rows:
-        offsets.append(offsets[-1] + quantizer.row_bytes(tensor))
-    return offsets
-
-
-def _push(halo: Halo, plan: HaloPlan, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Owned rows to the ranks that need them: each tensor with its halo rows appended."""
-    quantizer, rows = halo.quantizer, [_as_rows(t) for t in tensors]
-    offsets = _offsets(quantizer, rows)
-    message = rows[0].new_empty((plan.num_sent, offsets[-1]), dtype=torch.uint8)
-    for source, offset in zip(rows, offsets):
-        quantizer.quantize(source, plan.send_index, message, offset)
-    received = halo.transport.exchange(message, plan.send_counts, plan.recv_counts)
-    extended = []
-    for tensor, source, offset in zip(tensors, rows, offsets):
-        target = source.new_empty((plan.num_rows, source.shape[1]))
-        target[: plan.num_owned] = source
-        quantizer.dequantize(received, offset, target[plan.num_owned :])
-        extended.append(target.view(plan.num_rows, *tensor.shape[1:]))
-    return extended
-
-
-def _pull(halo: Halo, plan: HaloPlan, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Halo rows back to their owners, who add them: the mirror of `_push`."""
-    quantizer, rows = halo.quantizer, [_as_rows(t) for t in tensors]
-    offsets = _offsets(quantizer, rows)
-    message = rows[0].new_empty((plan.num_halo, offsets[-1]), dtype=torch.uint8)
-    for source, offset in zip(rows, offsets):
-        quantizer.quantize(source[plan.num_owned :], None, message, offset)
-    received = halo.transport.exchange(message, plan.recv_counts, plan.send_counts)
-    folded = []
-    for tensor, source, offset in zip(tensors, rows, offsets):
-        target = source[: plan.num_owned].clone()
-        quantizer.dequantize_add(received, offset, plan.send_index, plan.send_counts, target)
-        folded.append(target.view(plan.num_owned, *tensor.shape[1:]))
-    return folded
 
 
 class _Append(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, halo: Halo, plan: HaloPlan, *tensors: Tensor
+    def forward(
+        ctx: Any, route: Route, forget: Callable[[], None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.halo, ctx.plan = halo, plan
-        extended = _push(halo, plan, tensors)
-        ctx.mark_non_differentiable(*(t for t in extended if not t.is_floating_point()))
+        ctx.route, ctx.forget = route, forget
+        extended = route.push(tensors)
+        wanted = zip(extended, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*(rows for rows, needed in wanted if not needed))
         return tuple(extended)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.forget()  # rows whose graph is spent must not serve another forward
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        folded = iter(_pull(ctx.halo, ctx.plan, [grads[i] for i in wanted]))
+        folded = iter(ctx.route.pull([grads[i] for i in wanted]))
         return None, None, *(next(folded) if i in wanted else None for i in range(len(grads)))
 
 
 class _Fold(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, halo: Halo, plan: HaloPlan, tensor: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.halo, ctx.plan = halo, plan
-        return tuple(_pull(halo, plan, [tensor]))
+    def forward(ctx: Any, route: Route, tensor: Tensor) -> Tensor:
+        ctx.route = route
+        return route.pull([tensor])[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_push(ctx.halo, ctx.plan, [grad])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, ctx.route.push([grad])[0]
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transport: Transport, tensor: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, transport: Transport, tensor: Tensor) -> Tensor:
         ctx.transport = transport
         summed = tensor.detach().clone(memory_format=torch.contiguous_format)
         transport.all_reduce(summed)
@@ -238,7 +234,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         summed = grad.clone(memory_format=torch.contiguous_format)
         ctx.transport.all_reduce(summed)
         return None, summed

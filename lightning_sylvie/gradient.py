@@ -60,7 +60,7 @@ class GradientReducer:
             RuntimeError: If a parameter requires a gradient on some ranks only.
             PeerError: If a rank is gone.
         """
-        if self._transport.num_ranks == 1:
+        if self._transport.num_ranks == 1 and scale == 1.0:
             return
         for bucket in self._buckets:
             bucket.fill()

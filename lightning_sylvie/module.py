@@ -21,6 +21,8 @@ from torchmetrics.classification import (
     MultilabelF1Score,
 )
 
+from lightning_sylvie.rowless import taking_no_rows
+
 EXTRAS = ("edge_weight", "edge_attr", "edge_type", "pos", "normal")
 STAGES = {"val": "val_mask", "test": "test_mask"}
 
@@ -62,16 +64,28 @@ class SylvieModule(LightningModule):
         self.save_hyperparameters("lr")
         self.model = model
         self._optimizer, self._scheduler, self._loss = optimizer, scheduler, loss
+        self._wanted = metrics if isinstance(metrics, (Metric, MetricCollection)) else None
+        self._names: tuple[str, ...] = ()  # of our own metrics
         if isinstance(metrics, str):
-            metrics = (metrics,)
-        if metrics is not None and not isinstance(metrics, (Metric, MetricCollection)):
-            metrics = tuple(metrics)
-            if unknown := set(metrics) - {"acc", "f1", "auroc"}:
-                raise ValueError(f'expected metrics among "acc", "f1", "auroc", got {unknown}')
-        self._wanted = metrics
+            self._names = (metrics,)
+        elif metrics is not None and not isinstance(metrics, (Metric, MetricCollection)):
+            self._names = tuple(metrics)
+        if unknown := set(self._names) - {"acc", "f1", "auroc"}:
+            raise ValueError(f'expected metrics among "acc", "f1", "auroc", got {unknown}')
+        self._log_every = 1
         self.metrics = torch.nn.ModuleDict()
         takes = inspect.signature(model.forward).parameters
         self._extras = [name for name in EXTRAS if name in takes]
+
+    def on_train_start(self) -> None:
+        """Finds out who reads the training metrics: telling them to nobody costs as much as a step.
+
+        A progress bar and a monitor read them at every step, loggers every `log_every_n_steps`.
+        """
+        monitors = [getattr(callback, "monitor", None) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        monitors += [config.monitor for config in self.trainer.lr_scheduler_configs]
+        read = self.trainer.progress_bar_callback or {"train_loss", "train_acc"} & set(monitors)
+        self._log_every = 1 if read else max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
 
     def forward(self, data: Any) -> Tensor:
         """Scores of every node of `data`, ``(num_nodes, num_classes)``."""
@@ -79,22 +93,23 @@ class SylvieModule(LightningModule):
         scores: Tensor = self.model(data.x, data.edge_index, **extras)
         return scores
 
-    def training_step(self, data: Any, _: int) -> Tensor:
+    def training_step(self, data: Any, batch_idx: int) -> Tensor:
         scores, labels = self._masked(self(data), data, "train_mask")
         loss = self._loss_of(scores, labels)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        if labels.dim() == 1:
-            correct = (scores.detach().argmax(-1) == labels).float()
-            self.log("train_acc", correct.mean(), on_step=True, on_epoch=False, batch_size=1)
+        if (self.global_step + 1) % self._log_every == 0:
+            self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+            if labels.dim() == 1:
+                correct = (scores.detach().argmax(-1) == labels).float()
+                self.log("train_acc", correct.mean(), on_step=True, on_epoch=False, batch_size=1)
         return loss
 
-    def validation_step(self, data: Any, _: int) -> None:
+    def validation_step(self, data: Any, batch_idx: int) -> None:
         self._evaluate(data, "val")
 
-    def test_step(self, data: Any, _: int) -> None:
+    def test_step(self, data: Any, batch_idx: int) -> None:
         self._evaluate(data, "test")
 
-    def predict_step(self, data: Any, _: int) -> Tensor:
+    def predict_step(self, data: Any, batch_idx: int) -> Tensor:
         """Scores; of all nodes, in the graph's order, on every rank."""
         scores: Tensor = self(data)
         return scores
@@ -111,7 +126,10 @@ class SylvieModule(LightningModule):
         scores, labels = self._masked(self(data), data, STAGES[stage])
         self.log(f"{stage}_loss", self._loss_of(scores, labels), batch_size=1)
         metrics = self._metrics(stage, scores, labels)
-        metrics.update(scores, labels.int() if labels.dim() == 2 else labels)
+        if self._names:  # ours: torchmetrics would guess from the values whether these are logits
+            scores = scores.softmax(-1) if labels.dim() == 1 else scores.sigmoid()
+        with taking_no_rows(metrics):
+            metrics.update(scores, labels.int() if labels.dim() == 2 else labels)
         self.log_dict(metrics, prog_bar=True, batch_size=1)
 
     def _masked(self, scores: Tensor, data: Any, name: str) -> tuple[Tensor, Tensor]:
@@ -130,8 +148,9 @@ class SylvieModule(LightningModule):
         """The stage's own metrics, made when the number of classes is known."""
         if stage not in self.metrics:
             made: Any = self._wanted
-            if not isinstance(made, (Metric, MetricCollection)):
-                names = made or (("acc",) if labels.dim() == 1 else ("f1",))
+            if made is None:
+                names = self._names or (("acc",) if labels.dim() == 1 else ("f1",))
+                self._names = names
                 made = {name: _metric(name, scores.shape[1], labels.dim() == 2) for name in names}
             collection = MetricCollection(made).clone(prefix=f"{stage}_").to(scores.device)
             self.metrics[stage] = collection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +12,36 @@ from torch_geometric.data.lightning import LightningNodeData
 
 from lightning_sylvie.shard import Shard
 
+KNOWN = {
+    "exchange": ("message", "input"),
+    "_start_method": ("popen", "spawn", "fork", "forkserver"),
+}
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises for options of `SylvieStrategy` outside of what it takes.
+
+    Raises:
+        ValueError: With what is expected and what was given.
+        TypeError: If the timeout is a number, whose unit is not known.
+    """
+    if strategy.mode != "sync":
+        raise ValueError(
+            f'expected mode="sync", got {strategy.mode!r}: this version is synchronous'
+        )
+    for name, known in KNOWN.items():
+        given = getattr(strategy, name)
+        if given not in known:
+            name = name.removeprefix("_")
+            raise ValueError(f"expected {name} to be one of {known}, got {given!r}")
+    if strategy.loss_reduction not in ("mean", "sum") and not callable(strategy.loss_reduction):
+        raise ValueError(
+            'expected loss_reduction "mean", "sum", or a function that gives the sum of the '
+            f"weights in a batch's weighted mean, got {strategy.loss_reduction!r}"
+        )
+    if not isinstance(strategy._timeout, timedelta):
+        raise TypeError(f"expected timeout as a datetime.timedelta, got {strategy._timeout!r}")
+
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises for options that have no meaning when an epoch is one step over the whole graph.
@@ -18,19 +49,17 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         ValueError: With the option, the reason and what to do.
     """
-    accumulates = [
-        callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler)
-        and any(every != 1 for every in callback.scheduling.values())
-    ]
-    if trainer.accumulate_grad_batches != 1 or accumulates:
-        raise ValueError(
-            f"expected accumulate_grad_batches=1, got {trainer.accumulate_grad_batches}: an epoch "
-            "is one batch, after which Lightning steps anyway with a loss divided by that number; "
-            "lower the learning rate instead"
-        )
-    averages = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
+    given: list[Any] = [trainer.accumulate_grad_batches]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    given += [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    for every in given:
+        if set(every.values() if isinstance(every, dict) else [every]) != {1}:
+            raise ValueError(
+                f"expected accumulate_grad_batches=1, got {every}: an epoch is one batch, after "
+                "which Lightning steps anyway, with a loss divided by that number; lower the "
+                "learning rate instead"
+            )
+    averages = [c for c in callbacks if isinstance(c, StochasticWeightAveraging)]
     if averages and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         raise ValueError(
             "StochasticWeightAveraging with BatchNorm layers: its extra epoch for their statistics "
@@ -57,4 +86,4 @@ def allow_full_graph_loader(trainer: Trainer) -> None:
     """Lets PyG's ``LightningNodeData(loader="full")`` past its own refusal of several devices."""
     datamodule = getattr(trainer, "datamodule", None)
     if isinstance(datamodule, LightningNodeData) and datamodule.loader == "full":
-        datamodule.prepare_data = lambda: None  # type: ignore[method-assign]
+        datamodule.prepare_data = lambda: None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_sylvie.batch import graph_of, map_tensors, whole_graph
-from lightning_sylvie.partition import Partitioner
+from lightning_sylvie.partition import Assignment, Partitioner
 from lightning_sylvie.plan import check_plans
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.store import ShardStore
@@ -31,7 +31,7 @@ class Placement:
     def __init__(self, transport: Transport, cache_dir: str | Path | None) -> None:
         self._transport = transport
         self._cache_dir = cache_dir
-        self._placed: dict[tuple[str, str], Shard] = {}
+        self._placed: dict[str, Shard] = {}
 
     def shard(
         self,
@@ -52,13 +52,15 @@ class Placement:
         Raises:
             ValueError: If the graph can't be cut, or the ranks hold different cuts.
         """
-        where = self._build(loader, partition, reverse) if self._transport.rank == 0 else None
-        folder, key = self._transport.broadcast_object(where, 0)
-        if (folder, key) not in self._placed:
-            shard = self._read(ShardStore(folder), key, change(torch.empty(0)).device)
+        store, key = self._entry(loader)
+        if self._transport.rank == 0 and key is None:
+            key = self._build(store, loader, partition, reverse)
+        key = str(self._transport.broadcast_object(key, 0))
+        if key not in self._placed:
+            shard = self._read(store, key, change(torch.empty(0)).device)
             self._agree(shard)
-            self._placed[folder, key] = map_tensors(shard, change)
-        return self._placed[folder, key]
+            self._placed[key] = map_tensors(shard, change)
+        return self._placed[key]
 
     def gather(self, output: Any, shard: Shard) -> Any:
         """`output` with every tensor of a row per owned node replaced by the whole graph's.
@@ -71,12 +73,15 @@ class Placement:
             for leaf in leaves
         ]
         # A tensor is per node if it is so on every rank; a small part can match by chance.
-        agreed = [all(flags) for flags in zip(*self._transport.all_gather_object(per_node))]
+        agreed = [
+            all(flags) for flags in zip(*self._transport.all_gather_object(per_node), strict=True)
+        ]
         if not any(agreed):
             return output
         order = self._all_rows(shard.node_id).argsort()
         whole = [
-            self._all_rows(leaf)[order] if rows else leaf for leaf, rows in zip(leaves, agreed)
+            self._all_rows(leaf)[order] if rows else leaf
+            for leaf, rows in zip(leaves, agreed, strict=True)
         ]
         return tree_unflatten(whole, tree)
 
@@ -92,21 +97,26 @@ class Placement:
         blocks[transport.rank] = payload
         return torch.cat(blocks).view(rows.dtype).view(-1, *rows.shape[1:])
 
-    def _build(self, loader: Any, partition: Partitioner, reverse: bool) -> tuple[str, str]:
-        """Folder and key of a complete entry with the parts."""
+    def _entry(self, loader: Any) -> tuple[ShardStore, str | None]:
+        """This host's store, and the key of parts made ahead."""
         if (parts := getattr(loader, "folder", None)) is not None:
-            return str(parts.parent), parts.name
+            return ShardStore(parts.parent), parts.name
+        return ShardStore(getattr(loader, "cache_dir", None) or self._cache_dir), None
+
+    def _build(self, store: ShardStore, loader: Any, partition: Partitioner, reverse: bool) -> str:
+        """The key of a complete entry with the parts of the graph that `loader` yields."""
         graph = graph_of(whole_graph(loader))
         mask = graph.node.get("train_mask")
-        store = ShardStore(getattr(loader, "cache_dir", None) or self._cache_dir)
-        key = store.open_or_build(
+        partition = getattr(loader, "partition", None) or partition
+        if isinstance(partition, Assignment) and graph.node_id is not None:
+            partition = Assignment(partition.parts[graph.node_id])  # given for the larger graph
+        return store.open_or_build(
             graph,
-            getattr(loader, "partition", None) or partition,
+            partition,
             self._transport.num_ranks,
             mask if mask is not None and mask.dim() == 1 else None,
             reverse=reverse,
         )
-        return str(store.folder), key
 
     def _read(self, store: ShardStore, key: str, device: torch.device) -> Shard:
         """This rank's part; sent by rank 0 to ranks whose host does not have the folder."""
@@ -122,7 +132,7 @@ class Placement:
                 (store.manifest(key), [len(file) for file in files]) if sending else None, 0
             )
             counts = [0] * transport.num_ranks
-            for rank, size in zip(lacking, sizes):
+            for rank, size in zip(lacking, sizes, strict=True):
                 counts[rank] = size
             mine = [0 if sending else counts[transport.rank], *[0] * (transport.num_ranks - 1)]
             message = torch.cat(files) if sending else torch.empty(0, dtype=torch.uint8)
@@ -134,10 +144,14 @@ class Placement:
 
     def _agree(self, shard: Shard) -> None:
         """Raises unless all ranks hold parts of one cut."""
-        plan = shard.plan
+        plan, num_ranks = shard.plan, self._transport.num_ranks
         views = self._transport.all_gather_object(
             (shard.fingerprint, (plan.send_counts, plan.recv_counts))
         )
+        if (num_parts := len(views[0][1][0])) != num_ranks:
+            raise ValueError(
+                f"expected parts for {num_ranks} ranks, got {num_parts}: cut them again"
+            )
         prints = [view[0] for view in views]
         if len(set(prints)) > 1:
             raise ValueError(f"the ranks hold parts of different cuts: {prints}; delete the folder")

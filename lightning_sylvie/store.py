@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_sylvie._shard_file import (
+    StoreError,
+    describe_bytes,
+    describe_file,
+    load,
+    pack,
+    replace,
+    seal,
+    unpack,
+    unseal,
+    write,
+)
 from lightning_sylvie.graph import Graph
 from lightning_sylvie.partition import Partitioner, check_assignment
-from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.shard import Shard, cut_each
+
+__all__ = ["ShardStore", "StoreError", "default_folder"]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _ASSIGNMENT = "assignment.pt"
+_BUILDING = ".building"
 _STALE_SECONDS = 24 * 3600
 _log = logging.getLogger(__name__)
 
 
-class StoreError(RuntimeError):
-    """A stored file is missing, damaged, or can't be written; the message names it."""
+def default_folder() -> Path:
+    """``lightning_sylvie/parts`` in ``$XDG_CACHE_HOME``, which is ``~/.cache`` unless set."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "lightning_sylvie" / "parts"
 
 
 class ShardStore:
@@ -38,11 +53,11 @@ class ShardStore:
 
     An entry is a folder named by its key: a file per rank, the assignment, and a manifest with the
     size and checksum of each. It is written under another name and renamed when complete, so a
-    crash leaves no entry and two processes that write the same one both end with a whole one.
-    Files hold plain tensors and are memory mapped, so a rank loads what it touches.
+    crash leaves no entry, and two processes that write the same one both end with a whole one.
+    Files hold plain tensors and are memory mapped.
 
     Args:
-        folder: Where entries live. None: ``lightning_sylvie/parts`` in the user's cache folder.
+        folder: Where entries live. None: `default_folder`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -58,10 +73,9 @@ class ShardStore:
         reverse: bool = False,
     ) -> str:
         """The entry's name: changes with the graph, the settings or the format, and only then."""
-        digest = hashlib.blake2b(digest_size=16)
-        mask = "" if train_mask is None else _digest(train_mask.contiguous().numpy().tobytes())
-        for text in (_FORMAT, graph.fingerprint(), partitioner.settings, num_parts, mask, reverse):
-            digest.update(f"{text}\n".encode())
+        mask = b"" if train_mask is None else train_mask.numpy().tobytes()
+        settings = (_FORMAT, graph.fingerprint(), partitioner.settings, num_parts, reverse)
+        digest = hashlib.blake2b(repr(settings).encode() + mask, digest_size=16)
         return f"{num_parts}-{digest.hexdigest()}"
 
     def open_or_build(
@@ -75,7 +89,8 @@ class ShardStore:
     ) -> str:
         """The key of a complete and undamaged entry; partitions and cuts only if there is none.
 
-        For rank 0 (or one rank per host), before the others `read`.
+        For rank 0 (or one rank per host), before the others `read`. Arguments as for
+        `Partitioner.assign` and `cut`.
 
         Raises:
             StoreError: The folder can't be written.
@@ -88,23 +103,11 @@ class ShardStore:
                 self.verify(key)
                 return key
             except StoreError as error:
-                _log.warning("%s; cutting the graph again", error)
+                _log.warning("%s. Cutting the graph again.", error)
         parts = partitioner.assign(graph.edge_index, graph.num_nodes, num_parts, train_mask)
         assignment = check_assignment(parts, graph.num_nodes, num_parts)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_stale()
-            with tempfile.TemporaryDirectory(
-                prefix=_temporary_prefix(), dir=self.folder, ignore_cleanup_errors=True
-            ) as name:
-                entry = Path(name) / key
-                entry.mkdir()
-                files = {_ASSIGNMENT: _write(entry / _ASSIGNMENT, assignment)}
-                for shard in cut_each(graph, assignment, num_parts, reverse=reverse):
-                    file = _file(shard.plan.rank)
-                    files[file] = _write(entry / file, _pack(shard))
-                _replace(entry / _MANIFEST, _seal({"num_parts": num_parts, "files": files}))
-                self._publish(entry)
+            self._build(key, graph, assignment, num_parts, reverse)
         except OSError as error:
             raise StoreError(
                 f"could not write parts to {self.folder} ({error}): free some space there or set "
@@ -118,89 +121,102 @@ class ShardStore:
         Raises:
             StoreError: The file is missing or damaged.
         """
-        path = self.folder / key / _file(rank)
-        self._verify_file(key, path.name)
-        return _unpack(_load(path))
+        return unpack(load(self._verified(key, _shard_name(rank))))
 
     def assignment(self, key: str) -> Tensor:
         """The part of each node of the whole graph, int64 ``(num_nodes,)``."""
-        self._verify_file(key, _ASSIGNMENT)
-        assignment: Tensor = _load(self.folder / key / _ASSIGNMENT)
+        assignment: Tensor = load(self._verified(key, _ASSIGNMENT))
         return assignment
 
     def verify(self, key: str) -> None:
         """Raises StoreError, naming the file, unless every file of the entry is as written."""
         for name in self._files(key):
-            self._verify_file(key, name)
+            self._verified(key, name)
 
     def holds(self, key: str, rank: int) -> bool:
-        """Whether `read` would succeed."""
+        """Whether `read` would find the shard whole."""
         try:
-            self._verify_file(key, _file(rank))
+            self._verified(key, _shard_name(rank))
         except StoreError:
             return False
         return True
 
-    def manifest(self, key: str) -> str:
-        """The manifest's text, which `adopt` takes on another host."""
+    def manifest(self, key: str) -> bytes:
+        """The manifest's bytes, which `adopt` takes on another host."""
         self._files(key)
-        return (self.folder / key / _MANIFEST).read_text()
+        return (self.folder / key / _MANIFEST).read_bytes()
 
     def shard_bytes(self, key: str, rank: int) -> Tensor:
         """The file of `rank`, uint8 ``(bytes,)``, memory mapped, to be sent to another host."""
-        self._verify_file(key, _file(rank))
-        path = self.folder / key / _file(rank)
+        path = self._verified(key, _shard_name(rank))
         return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
 
-    def adopt(self, key: str, rank: int, manifest: str, data: Tensor) -> None:
-        """Stores the bytes that another host's `shard_bytes` gave; `read` then works here.
+    def adopt(self, key: str, rank: int, manifest: bytes, data: Tensor) -> None:
+        """Stores a shard that another host's store gave; `read` then works here.
 
         Args:
             key: The entry's key there.
             rank: Whose shard it is.
             manifest: What `manifest` gave there.
-            data: uint8 ``(bytes,)``.
+            data: What `shard_bytes` gave there.
 
         Raises:
-            StoreError: The bytes are not those that the manifest lists.
+            StoreError: The bytes are not those that the manifest lists, or can't be written.
         """
-        content = data.contiguous().numpy()
-        listed = _unseal(manifest, f"the manifest received for {key}").get(_file(rank))
-        if listed != {"bytes": content.nbytes, "blake2b": _digest(content)}:
+        content, entry = data.contiguous().numpy().data, self.folder / key
+        listed = unseal(manifest, f"the received manifest of {key}")["files"]
+        if listed.get(_shard_name(rank)) != describe_bytes(content):
             raise StoreError(
-                f"the {content.nbytes} bytes received for {key}/{_file(rank)} are not those that "
-                "were sent: send them again"
+                f"the {content.nbytes} bytes received for {key}/{_shard_name(rank)} are not those "
+                "of the sender's file: send them again"
             )
-        entry = self.folder / key
-        entry.mkdir(parents=True, exist_ok=True)
-        _replace(entry / _file(rank), content)
-        _replace(entry / _MANIFEST, manifest.encode())
+        try:
+            entry.mkdir(parents=True, exist_ok=True)
+            replace(entry / _shard_name(rank), content)
+            replace(entry / _MANIFEST, manifest)
+        except OSError as error:
+            raise StoreError(
+                f"could not write a shard to {entry} ({error}): free some space there or set "
+                "cache_dir to another folder"
+            ) from error
 
     def _files(self, key: str) -> dict[str, Any]:
         path = self.folder / key / _MANIFEST
         try:
-            return _unseal(path.read_text(), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise StoreError(f"could not read {path}: {error}") from error
-
-    def _verify_file(self, key: str, name: str) -> None:
-        path, listed = self.folder / key / name, self._files(key).get(name)
-        if listed is None:
-            raise StoreError(f"{path} is not part of this entry: the graph was cut for fewer ranks")
-        try:
-            found = {"bytes": path.stat().st_size, "blake2b": _file_digest(path)}
+            files: dict[str, Any] = unseal(path.read_bytes(), str(path))["files"]
         except OSError as error:
             raise StoreError(f"could not read {path}: {error}") from error
-        if found != listed:
-            raise StoreError(
-                f"{path} is damaged: expected {listed['bytes']} bytes with checksum "
-                f"{listed['blake2b']}, got {found['bytes']} bytes with {found['blake2b']}"
-            )
+        return files
+
+    def _verified(self, key: str, name: str) -> Path:
+        path, expected = self.folder / key / name, self._files(key).get(name)
+        if expected is None:
+            raise StoreError(f"expected {name} in {path.parent}, which was cut for fewer ranks")
+        found = describe_file(path)
+        if found != expected:
+            raise StoreError(f"{path} is damaged: expected {expected}, got {found}")
+        return path
+
+    def _build(
+        self, key: str, graph: Graph, assignment: Tensor, num_parts: int, reverse: bool
+    ) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_stale()
+        prefix = f"{_BUILDING}+{socket.gethostname()}+{os.getpid()}+"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=self.folder) as name:
+            entry = Path(name) / key
+            entry.mkdir()
+            files = {_ASSIGNMENT: write(entry / _ASSIGNMENT, assignment)}
+            for shard in cut_each(graph, assignment, num_parts, reverse=reverse):
+                file = _shard_name(shard.plan.rank)
+                files[file] = write(entry / file, pack(shard))
+            replace(entry / _MANIFEST, seal({"num_parts": num_parts, "files": files}))
+            self._publish(entry)
 
     def _publish(self, entry: Path) -> None:
-        """Gives a complete entry its name, unless another process was faster."""
+        """Gives a complete entry its name, unless another process did so first."""
         final = self.folder / entry.name
-        for _ in range(10):
+        for attempt in range(10):
             try:
                 entry.rename(final)
                 return
@@ -211,14 +227,30 @@ class ShardStore:
                 self.verify(entry.name)
                 return
             except StoreError:
-                _move_away(final, entry.with_name("damaged"))
-        raise StoreError(f"{final} is replaced by another process again and again")
+                with suppress(FileNotFoundError):
+                    final.rename(entry.with_name(f"damaged-{attempt}"))
+        raise StoreError(f"other processes keep replacing {final}: let one process write it")
 
     def _remove_stale(self) -> None:
         """Removes what crashed builders left: dead on this host, or untouched for a day."""
-        for path in self.folder.glob(".building-*"):
+        for path in self.folder.glob(f"{_BUILDING}+*+*+*"):
             _, host, process, _ = path.name.split("+")
-            here = host == socket.gethostname()
-            old = time.time() - max(child.stat().st_mtime for child in (path, *path.rglob("*")))
-            if old > _STALE_SECONDS or (here and not _alive(int(process))):
-                shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                touched = max(file.stat().st_mtime for file in (path, *path.rglob("*")))
+                dead = host == socket.gethostname() and not _alive(int(process))
+                if dead or time.time() - touched > _STALE_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _shard_name(rank: int) -> str:
+    return f"shard-{rank}.pt"
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

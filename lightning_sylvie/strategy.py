@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,20 +13,28 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_sylvie.attach import Attachment, Exchange, wants_out_edges
+from lightning_sylvie.attach import Exchange, wants_out_edges
 from lightning_sylvie.batch import OneBatch, ShardData, find_shard
 from lightning_sylvie.exchange import Halo
-from lightning_sylvie.gradient import GradientReducer
-from lightning_sylvie.options import allow_full_graph_loader, check_masks, check_trainer
+from lightning_sylvie.lazy import first_loader, initialize, is_lazy
+from lightning_sylvie.loss import LossReduction
+from lightning_sylvie.options import (
+    allow_full_graph_loader,
+    check_masks,
+    check_strategy,
+    check_trainer,
+)
 from lightning_sylvie.partition import Partitioner, resolve
 from lightning_sylvie.placement import Placement
+from lightning_sylvie.quantizer import Quantizer, choose
+from lightning_sylvie.run import Run
 from lightning_sylvie.shard import Shard
-from lightning_sylvie.steplog import ALREADY_GLOBAL, StepLog
-from lightning_sylvie.transport import Transport, connect
+from lightning_sylvie.steplog import ALREADY_GLOBAL
+from lightning_sylvie.transport import Transport
 from lightning_sylvie.verify import Verification, verify
-
-LossReduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
+from lightning_sylvie.world import connect_own, end_all
 
 
 class SylvieStrategy(DDPStrategy):
@@ -37,8 +44,13 @@ class SylvieStrategy(DDPStrategy):
     agree to rounding, for every partition (spec: One epoch).
 
     Args:
-        bits: Bits per value on the wire; 32 leaves rows as they are.
+        bits: Bits per value on the wire: 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as they
+            are. Validation, test and prediction always exchange rows as they are.
         mode: ``"sync"``: every layer waits for this epoch's halo rows.
+        quantizer: How rows are coded: ``"rotated"`` (1 bit), ``"minmax"`` (the paper's), ``"auto"``
+            (rotated at 1 bit, else minmax), or a `Quantizer`.
+        gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
+        gradient_quantizer: How they are coded; None: as `quantizer`.
         exchange: ``"message"``: halo rows arrive where a layer reads its neighbours; ``"input"``:
             at the layer's input, as the paper draws it.
         partition: ``"metis"``, ``"random"``, ``"streaming"``, int64 ``(num_nodes,)`` with a part
@@ -64,6 +76,9 @@ class SylvieStrategy(DDPStrategy):
         *,
         bits: int = 32,
         mode: Literal["sync"] = "sync",
+        quantizer: str | Quantizer = "auto",
+        gradient_bits: int | None = None,
+        gradient_quantizer: str | Quantizer | None = None,
         exchange: Exchange = "message",
         partition: str | Tensor | Partitioner = "metis",
         cache_dir: str | Path | None = None,
@@ -78,16 +93,6 @@ class SylvieStrategy(DDPStrategy):
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
     ) -> None:
-        if bits != 32:
-            raise ValueError(f"expected bits=32, got {bits}: this version does not quantize yet")
-        if mode != "sync":
-            raise ValueError(f'expected mode="sync", got {mode!r}: this version is synchronous')
-        if exchange not in ("message", "input"):
-            raise ValueError(f'expected exchange "message" or "input", got {exchange!r}')
-        if loss_reduction not in ("mean", "sum") and not callable(loss_reduction):
-            raise ValueError(
-                f'expected loss_reduction "mean", "sum" or a function, got {loss_reduction!r}'
-            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -99,16 +104,15 @@ class SylvieStrategy(DDPStrategy):
             start_method=start_method,
         )
         self.bits, self.mode, self.exchange = bits, mode, exchange
+        self.quantizer = choose(bits, quantizer)
+        self.gradient_quantizer = choose(gradient_bits or bits, gradient_quantizer or quantizer)
         self.partition, self.cache_dir = resolve(partition), cache_dir
         self.loss_reduction, self.debug = loss_reduction, debug
         self._transports: list[Transport] = []
+        self._store: Any = None
         self._placement: Placement | None = None
-        self._attachment: Attachment | None = None
-        self._reducer: GradientReducer | None = None
-        self._log: StepLog | None = None
-        self._seeded = self._checked = self._holding = False
-        self._share = 1.0
-        self._batch_shard: Shard | None = None
+        self._run: Run | None = None
+        check_strategy(self)
 
     def __repr__(self) -> str:
         return (
@@ -135,17 +139,12 @@ class SylvieStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if not self._transports:
-            self._transports = [self._connect(), self._connect()]
+            if dist.is_initialized():  # kept: after a failure the reason is looked up there
+                self._store = _get_default_store()
+            self._transports = connect_own(2, self._timeout or timedelta(minutes=30))
             self._placement = Placement(self.halo_transport, self.cache_dir)
         if self.lightning_module is not None:
             allow_full_graph_loader(self.lightning_module.trainer)
-
-    def _connect(self) -> Transport:
-        """A transport on a process group of its own."""
-        timeout = self._timeout or timedelta(minutes=30)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return connect(None, timeout=timeout)
-        return connect(dist.new_group(timeout=timeout), timeout=timeout)
 
     @property
     def halo_transport(self) -> Transport:
@@ -161,34 +160,55 @@ class SylvieStrategy(DDPStrategy):
         assert module is not None
         check_trainer(trainer, module)
         self._layer_sync = None  # attached norms are global on every device
-        halo = Halo(self.halo_transport)
-        self._attachment = Attachment(module, halo, exchange=self.exchange)
-        self._log = StepLog(module.log, self.gradient_transport)
-        module.log = self._log  # type: ignore[method-assign, assignment]
+        seed = self.halo_transport.broadcast_object(torch.initial_seed() % 2**63, 0)
+        halo = Halo(self.halo_transport, self.quantizer, self.gradient_quantizer, seed=seed)
+        self._run = Run(
+            module,
+            halo,
+            self._transports,
+            exchange=self.exchange,
+            loss_reduction=self.loss_reduction,
+            debug=self.debug,
+        )
+        for callback in trainer.callbacks:
+            callback.log = self._run.log  # Lightning gave them the module's own before
+        if is_lazy(module):
+            self._initialize(trainer)
         super().setup(trainer)
-        if not self._seeded:  # equal weights on all ranks, different dropout masks
-            self._seeded = True
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * self.global_rank)
+        if self.halo_transport.num_ranks > 1:  # equal weights on all ranks, other dropout masks
+            drawn = int(torch.randint(2**62, ()))
+            torch.manual_seed(drawn + 1_000_003 * self.global_rank)
+
+    def _initialize(self, trainer: Any) -> None:
+        """One forward on this rank's part, before optimizers take the parameters."""
+        assert self.lightning_module is not None
+        self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        shard = self._place(first_loader(trainer))
+        with self.run.attachment.halo.using(shard):
+            initialize(self.lightning_module, ShardData.of(shard))
 
     def configure_ddp(self) -> None:
         assert self.model is not None
         if dist.is_initialized():
             _sync_module_states(self.model)
-        self._reducer = GradientReducer(list(self.model.parameters()), self.gradient_transport)
+        self.run.prepare_gradients()
+
+    @property
+    def run(self) -> Run:
+        """The model on its part; between set-up and tear-down."""
+        if self._run is None:
+            raise RuntimeError("expected a call from the Trainer, between setup and teardown")
+        return self._run
 
     def teardown(self) -> None:
-        if self._attachment is not None:
-            self._attachment.detach()
-            self._attachment = None
-        if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("log", None)
-        self._reducer = self._log = self._batch_shard = None
-        self._checked = False
+        if self._run is not None:
+            self._run.detach()
+            self._run = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        for transport in self._transports:
-            transport.report_failure(exception)
+        end_all(self._transports, exception)
         super().on_exception(exception)
 
     # Data
@@ -198,7 +218,10 @@ class SylvieStrategy(DDPStrategy):
 
         Only rank 0 reads its loader; the graph is cut once per content.
         """
-        assert self._placement is not None and self._attachment is not None
+        return OneBatch(ShardData.of(self._place(dataloader)))
+
+    def _place(self, dataloader: object) -> Shard:
+        assert self._placement is not None
         assert self.lightning_module is not None
         shard = self._placement.shard(
             dataloader,
@@ -206,14 +229,9 @@ class SylvieStrategy(DDPStrategy):
             reverse=wants_out_edges(self.lightning_module.modules()),
             change=self._on_device,
         )
-        self._attachment.keep(shard)
+        self.run.attachment.keep(shard)
         check_masks(shard, self.loss_reduction)
-        return OneBatch(ShardData.of(shard))
-
-    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        if find_shard(batch) is not None:
-            return batch  # placed on this rank's device once, at set-up
-        return super().batch_to_device(batch, device, dataloader_idx)
+        return shard
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.root_device)
@@ -222,46 +240,25 @@ class SylvieStrategy(DDPStrategy):
 
     # Steps
 
-    @contextmanager
-    def _using(self, shard: Shard, stage: str) -> Iterator[StepLog]:
-        assert self._attachment is not None and self._log is not None
-        checking = self.debug and not self._checked
-        with self._attachment.halo.using(shard, checking=checking), self._log.step(stage, shard):
-            yield self._log
-        self._checked = True
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        shard = self._shard_of(args, kwargs)
-        self._batch_shard = shard
-        with self._using(shard, "training") as log:
-            self._share = self._loss_share(args, log, shard)
-            output = super().training_step(*args, **kwargs)
-            loss = output.get("loss") if isinstance(output, dict) else output
-            told = log.flush(loss, self._share)
-        if told is None:
-            return output
-        loss = _Told.apply(loss, told)
-        return {**output, "loss": loss} if isinstance(output, dict) else loss
+        step = partial(super().training_step, *args, **kwargs)
+        return self.run.train(step, args[0], self._shard_of(args))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, "validating", args, kwargs)
+        step = partial(super().validation_step, *args, **kwargs)
+        return self.run.evaluate(step, "validating", self._shard_of(args))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, "testing", args, kwargs)
+        step = partial(super().test_step, *args, **kwargs)
+        return self.run.evaluate(step, "testing", self._shard_of(args))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._evaluate(super().predict_step, "predicting", args, kwargs)
         assert self._placement is not None
-        return self._placement.gather(output, self._shard_of(args, kwargs))
+        step, shard = partial(super().predict_step, *args, **kwargs), self._shard_of(args)
+        return self._placement.gather(self.run.evaluate(step, "predicting", shard), shard)
 
-    def _evaluate(self, step: Any, stage: str, args: Any, kwargs: Any) -> Any:
-        with self._using(self._shard_of(args, kwargs), stage) as log:
-            output = step(*args, **kwargs)
-            log.flush(None, 0.0)
-        return output
-
-    def _shard_of(self, args: Any, kwargs: Any) -> Shard:
-        shard = find_shard(list(args)) or find_shard(list(kwargs.values()))
+    def _shard_of(self, args: Any) -> Shard:
+        shard = find_shard(args)
         if shard is None:
             raise RuntimeError(
                 "expected a batch with this rank's part, got none: a hook of the module or the "
@@ -269,44 +266,17 @@ class SylvieStrategy(DDPStrategy):
             )
         return shard
 
-    def _loss_share(self, args: Any, log: StepLog, shard: Shard) -> float:
-        """What this rank's loss counts in the sum over ranks (spec: Loss)."""
-        if self.loss_reduction == "sum":
-            return 1.0
-        if self.loss_reduction == "mean":
-            return log.share(shard, "train_mask")
-        assert callable(self.loss_reduction)
-        local = torch.as_tensor(self.loss_reduction(args[0]), dtype=torch.float64)
-        total = local.to(self.root_device, copy=True)
-        self.gradient_transport.all_reduce(total)
-        return float(local) / float(total) if local else 0.0
-
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of this rank's share, then the sum of all gradients over the ranks.
-
-        The share is scaled up by the number of ranks and the sum down by it, so gradients that an
-        earlier backward of the same step has summed already stay as they are. Hooks after backward
-        and clipping see the gradients of the whole graph.
-        """
+        """Backward, after which gradients are those of the whole graph; see `Run.backward`."""
         module, plugin = self.lightning_module, self.precision_plugin
-        assert self._attachment is not None and self._batch_shard is not None
-        assert module is not None and self._reducer is not None
-        num_ranks = self.gradient_transport.num_ranks
+        assert module is not None
         closure_loss = plugin.pre_backward(closure_loss, module)
-        with self._attachment.halo.using(self._batch_shard):
-            scaled = closure_loss * (self._share * num_ranks)
-            plugin.backward(scaled, module, optimizer, *args, **kwargs)
-        if not self._holding:
-            self._reducer.reduce(scale=1.0 / num_ranks)
-        return plugin.post_backward(closure_loss, module)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
+        def run(loss: Tensor) -> None:
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+
+        self.run.backward(closure_loss, run)
+        return plugin.post_backward(closure_loss, module)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if group is ALREADY_GLOBAL:
@@ -323,6 +293,7 @@ class SylvieStrategy(DDPStrategy):
             num_parts=num_parts,
             partition=self.partition,
             exchange=self.exchange,
+            loss_reduction=self.loss_reduction,
             tolerance=tolerance,
         )
 
@@ -334,21 +305,6 @@ class SylvieStrategy(DDPStrategy):
             if name not in strategy_registry:
                 description = f"Partition-parallel full-graph training, processes by {method!r}"
                 strategy_registry.register(name, cls, description, start_method=method)
-
-
-class _Told(torch.autograd.Function):
-    """The loss of the whole graph as value, this rank's own loss as gradient.
-
-    LBFGS's line search, checks for NaN and progress bars see one number on all ranks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, told: Tensor) -> Tensor:  # type: ignore[override]
-        return told.clone().view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
 
 
 SylvieStrategy.register_strategies(StrategyRegistry)

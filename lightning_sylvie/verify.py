@@ -14,10 +14,11 @@ from torch_geometric.data import Data
 from lightning_sylvie.attach import Attachment, Exchange, wants_out_edges
 from lightning_sylvie.batch import ShardData, graph_of
 from lightning_sylvie.exchange import Halo
+from lightning_sylvie.loss import LossReduction, loss_share, silence
 from lightning_sylvie.module import SylvieModule
 from lightning_sylvie.partition import Partitioner
+from lightning_sylvie.rowless import taking_no_rows
 from lightning_sylvie.shard import Shard, cut
-from lightning_sylvie.steplog import StepLog
 from lightning_sylvie.transport import Transport
 from lightning_sylvie.transport.threads import run_threads
 
@@ -63,6 +64,7 @@ def verify(
     num_parts: int = 2,
     partition: Partitioner,
     exchange: Exchange = "message",
+    loss_reduction: LossReduction = "mean",
     tolerance: float = 1e-9,
 ) -> Verification:
     """Runs one training step of a copy of `model` whole and in parts, in float64 on the CPU.
@@ -75,6 +77,7 @@ def verify(
         num_parts: Parts to cut it into.
         partition: Assigns nodes to parts.
         exchange: As in `SylvieStrategy`.
+        loss_reduction: Likewise.
         tolerance: Largest relative difference that counts as rounding.
 
     Raises:
@@ -96,7 +99,11 @@ def verify(
     shards = cut(graph, assignment, num_parts, reverse=wants_out_edges(subject.modules()))
 
     def run(transport: Transport) -> dict[str, Tensor]:
-        return _run_part(copy.deepcopy(subject), shards[transport.rank], transport, exchange)
+        module, shard = copy.deepcopy(subject), shards[transport.rank]
+        batch, halo = ShardData.of(shard), Halo(transport)
+        Attachment(module, halo, exchange=exchange).keep(shard)
+        with halo.using(shard, checking=True), taking_no_rows(module):
+            return _step(module, batch, loss_share(loss_reduction, batch, shard, transport))
 
     found = _joined(run_threads(run, num_parts), shards)
     return Verification(num_parts, _differences(found, expected), tolerance, remarks)
@@ -107,6 +114,7 @@ def _prepared(model: torch.nn.Module) -> LightningModule:
     subject = copy.deepcopy(model)
     if not isinstance(subject, LightningModule):
         subject = SylvieModule(subject)
+    layer: Any
     for layer in subject.modules():
         if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
             layer.p = 0.0
@@ -131,28 +139,17 @@ def _step(module: LightningModule, data: Any, share: float) -> dict[str, Tensor]
         output = module(data)
         found["output"], loss = output, (output * data.cotangent).sum()
     else:
-        step = module.training_step(data, 0)
+        step: Any = module.training_step(data, 0)
         loss = (step["loss"] if isinstance(step, dict) else step) * share
         found["loss"] = loss if share else torch.zeros(())
+        if not share:
+            silence(loss)
     loss.backward()
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             found[f"gradient of {name}"] = parameter.grad
     found.update(module.named_buffers())
     return {name: value.detach() for name, value in found.items()}
-
-
-def _run_part(
-    module: LightningModule, shard: Shard, transport: Transport, exchange: Exchange
-) -> dict[str, Tensor]:
-    halo = Halo(transport)
-    attachment = Attachment(module, halo, exchange=exchange)
-    attachment.keep(shard)
-    share = 1.0
-    if not isinstance(module, SylvieModule):
-        share = StepLog(_ignore, transport).share(shard, "train_mask")
-    with halo.using(shard, checking=True):
-        return _step(module, ShardData.of(shard), share)
 
 
 def _joined(parts: list[dict[str, Tensor]], shards: list[Shard]) -> dict[str, Tensor]:

@@ -92,18 +92,20 @@ def rank_outcomes(
     *args: Any,
     timeout: float = 60.0,
     grace: float | None = None,
+    num_hung: int = 0,
 ) -> list[Outcome]:
     """How each rank ended, without raising; for tests of failures.
 
     A rank whose body has raised stays alive, as an interactive session would, until all ranks have
-    reported. `grace` shortens the time limit to that many seconds after the first failure.
+    reported. `grace` shortens the time limit to that many seconds after the first failure;
+    `num_hung` ranks are ended without a report once all others have given theirs.
     """
     task = pickle.dumps((body, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         logs = [Path(folder) / f"rank{rank}" for rank in range(num_ranks)]
         processes, pipes = _start(task, logs)
         try:
-            outcomes = _collect(processes, pipes, timeout, grace)
+            outcomes = _collect(processes, pipes, timeout, grace, num_hung)
         finally:
             _end(processes, pipes)
         for outcome, log in zip(outcomes, logs, strict=True):
@@ -159,12 +161,13 @@ def _collect(
     pipes: Sequence[Connection[Any, Any]],
     timeout: float,
     grace: float | None,
+    num_hung: int,
 ) -> list[Outcome]:
     start = time.monotonic()
     deadline = start + timeout
     outcomes = [Outcome(rank) for rank in range(len(pipes))]
     waiting = dict(zip(pipes, outcomes, strict=True))
-    while waiting and time.monotonic() < deadline:
+    while len(waiting) > num_hung and time.monotonic() < deadline:
         for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             assert isinstance(pipe, Connection)
             outcome = waiting[pipe]

@@ -16,11 +16,12 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lightning_sylvie.attach.degree import Degrees
 from lightning_sylvie.attach.inputs import HaloInput
-from lightning_sylvie.attach.message_passing import Attached, HaloMessagePassing
+from lightning_sylvie.attach.message_passing import Attached, HaloMessagePassing, forgotten
 from lightning_sylvie.attach.norms import NORMS
 from lightning_sylvie.attach.refusals import refusals
 from lightning_sylvie.attach.sparse import AdjacencyCache
 from lightning_sylvie.attach.special import SPECIAL, OutEdges
+from lightning_sylvie.attach.wide import Wide
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.shard import Shard
 
@@ -46,6 +47,7 @@ class Attachment:
 
     Raises:
         RefusedLayerError: Naming every layer that can't be right, and the remedy.
+        ValueError: The model is attached already.
     """
 
     def __init__(
@@ -53,27 +55,33 @@ class Attachment:
     ) -> None:
         if exchange not in ("message", "input"):
             raise ValueError(f'expected exchange "message" or "input", got {exchange!r}')
-        if refused := [f"  {where}: {why}" for where, why in refusals(module)]:
+        if any(isinstance(layer, Attached) for layer in module.modules()):
+            raise ValueError("the model is attached already: detach the other attachment first")
+        if refused := [
+            f"  {where}: {why}" for where, why in refusals(module, at_input=exchange == "input")
+        ]:
             raise RefusedLayerError(
                 "these layers can't be right on a cut graph:\n" + "\n".join(refused)
             )
         self.halo = halo
         self.cache = AdjacencyCache()
-        self.degrees = Degrees(halo, self.cache)
+        self.wide = Wide()
+        self.degrees = Degrees(halo, self.cache, self.wide)
         self._exchange = exchange
-        self._wide: Attached | None = None
-        self._hop: set[int] | None = None
+        self._turned: dict[int, dict[int, Tensor]] = {}
         self._paths = {id(layer): path for path, layer in module.named_modules()}
-        self._classes: dict[type, type] = {}
+        self._classes: dict[tuple[type, tuple[type, ...]], type] = {}
         self._layers = [(layer, type(layer)) for layer in module.modules()]
         self._layers = [(layer, kind) for layer, kind in self._layers if self._bases(kind, layer)]
         for layer, kind in self._layers:
             layer.__class__ = self._subclass(kind, layer)
+            vars(layer).update(forgotten(layer))
 
     def detach(self) -> None:
-        """Gives every layer its own class back."""
+        """Gives every layer its own class back; what it kept of its part is forgotten."""
         for layer, kind in self._layers:
             layer.__class__ = kind
+            vars(layer).update(forgotten(layer))
 
     def keep(self, shard: Shard) -> None:
         """Declares the tensors of `shard` constant, so what is derived from them is kept."""
@@ -89,57 +97,49 @@ class Attachment:
         """Each tensor with halo rows appended along `node_dim`, in one message per peer."""
         tensors = list(tensors)
         dims = [node_dim % max(tensor.dim(), 1) for tensor in tensors]
-        rows = [t if dim == 0 else t.movedim(dim, 0) for t, dim in zip(tensors, dims)]
-        try:
-            moved = self.halo.append(*rows)
-        except ValueError as error:
-            raise ValueError(f"{self.path(layer)}: {error}") from error
-        return [t if dim == 0 else t.movedim(0, dim) for t, dim in zip(moved, dims)]
-
-    @property
-    def wide(self) -> bool:
-        """Whether the layer that runs now holds halo rows from its input on."""
-        return self._wide is not None
+        rows = [t if dim == 0 else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
+        if not rows:
+            return []
+        moved = self.halo.append(*rows, name=self.path(layer))
+        return [t if dim == 0 else t.movedim(0, dim) for t, dim in zip(moved, dims, strict=True)]
 
     @contextmanager
-    def widening(self, layer: Attached) -> Iterator[None]:
-        """Marks `layer` as one that holds halo rows from its input on."""
-        self._wide, self._hop = layer, None
-        try:
-            yield
-        finally:
-            self._wide = self._hop = None
+    def reversed(self, layer: Attached) -> Iterator[Callable[[str, Any], Any]]:
+        """Puts the out-edges in force; yields what maps the batch's edge tensors to theirs.
 
-    def note_hop(self, layer: Attached, inputs: dict[str, Any]) -> None:
-        """Raises if a layer that got its halo at the input reads neighbours a second time."""
-        read = {id(part) for value in inputs.values() for part in _tensors(value)}
-        if self._hop is not None and not read & self._hop:
-            raise RefusedLayerError(
-                f"{self.path(self._wide)}: it reads neighbours of neighbours, whose rows it does "
-                'not hold with exchange="input"; use exchange="message"'
-            )
-        self._hop = read
-
-    @contextmanager
-    def reversed(self, layer: Attached) -> Iterator[Callable[[Any], Any]]:
-        """Puts the out-edges in force; yields what maps the batch's edge tensors to theirs."""
+        The map takes an argument's name and value. Sources of the edges it gives are owned rows,
+        destinations owned and halo rows, as in the batch's own orientation.
+        """
         shard = self.halo.shard
         if shard.reverse is None:
             raise RefusedLayerError(
                 f"{self.path(layer)} reads out-edges, which this part does not hold: "
                 "let the strategy cut the graph (it asks for them), or cut with reverse=True"
             )
-        back = shard.reverse
-        turned = {id(shard.edge_index): self._flipped(back)} | {
-            id(value): back.edge[name] for name, value in shard.edge.items()
-        }
-        with self.halo.using(back, checking=self.halo.checking):
-            yield lambda value: turned.get(id(value), value)
+        turned = self._turn(shard, shard.reverse)
 
-    def _flipped(self, shard: Shard) -> Tensor:
-        flipped = shard.edge_index.flip(0)
-        self.cache.keep(flipped)
-        return flipped
+        def turn(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and "edge" in name and id(value) not in turned:
+                raise RefusedLayerError(
+                    f"{self.path(layer)} reads out-edges, but its {name} is not a tensor of the "
+                    "graph itself, so its rows for the out-edges are not known: compute it before "
+                    'training and store it in the graph, or use flow="source_to_target"'
+                )
+            return turned.get(id(value), value)
+
+        with self.halo.using(shard.reverse, checking=self.halo.checking):
+            yield turn
+
+    def _turn(self, shard: Shard, back: Shard) -> dict[int, Tensor]:
+        """The tensor of the out-edges for each edge tensor of `shard`, by identity."""
+        key = id(shard.edge_index)
+        if key not in self._turned:
+            flipped = back.edge_index.flip(0)
+            self.cache.keep(shard.edge_index, flipped, *shard.edge.values(), *back.edge.values())
+            self._turned[key] = {key: flipped} | {
+                id(value): back.edge[name] for name, value in shard.edge.items()
+            }
+        return self._turned[key]
 
     def _bases(self, kind: type, layer: Any) -> tuple[type, ...]:
         """What goes in front of the class of `layer`; empty if it reads no other node."""
@@ -149,7 +149,7 @@ class Attachment:
             wide = (HaloInput,) if self._exchange == "input" else ()
             return (*bases, *turned, *wide, HaloMessagePassing)
         norms = tuple(base for norm, base in NORMS.items() if issubclass(kind, norm))
-        return bases or norms[-1:]
+        return bases or norms[:1]
 
     def _subclass(self, kind: type, layer: Any) -> type:
         bases = self._bases(kind, layer)
@@ -164,8 +164,8 @@ class Attachment:
                 # In the class's own dict, or unpickling would write PyG's templates over them.
                 body["propagate"] = HaloMessagePassing.propagate
                 body["edge_updater"] = HaloMessagePassing.edge_updater
-            rebound = type(kind.__name__, (kind,), rebind(kind, self._replacements()))
-            self._classes[kind, bases] = type(kind.__name__, (*bases, rebound), body)
+            bases_below = rebind(kind, self._replacements())
+            self._classes[kind, bases] = type(kind.__name__, (*bases, *bases_below), body)
         return self._classes[kind, bases]
 
     def _replacements(self) -> dict[Any, Any]:
@@ -180,44 +180,54 @@ class Attachment:
         }
 
 
-def rebind(kind: type, replacements: dict[Any, Any]) -> dict[str, Any]:
-    """The methods of `kind` that call a replaced function, calling its replacement instead.
+def rebind(kind: type, replacements: dict[Any, Any]) -> tuple[type, ...]:
+    """What to inherit from instead of `kind`, so that it calls the replacements.
 
-    Each is the same code over a copy of its module's globals, so nothing outside the returned
-    functions changes.
+    A class whose methods call a replaced function gets a subclass in front of it, with the same
+    code over a copy of the module's globals. Nothing outside the returned classes changes, and
+    ``super()`` still finds its way.
 
     Args:
         kind: A class.
         replacements: Function -> what to call in its place.
     """
-    rebound: dict[str, Any] = {}
     library = set(MessagePassing.__mro__)
-    for owner in kind.__mro__:
-        for name, function in vars(owner).items() if owner not in library else ():
-            if name in rebound or not isinstance(function, types.FunctionType):
-                continue
-            changed = {
-                called: replacements[value]
-                for called in function.__code__.co_names
-                if isinstance(value := function.__globals__.get(called), types.FunctionType)
-                and value in replacements
-            }
-            if changed:
-                twin = types.FunctionType(
-                    function.__code__,
-                    {**function.__globals__, **changed},
-                    name,
-                    function.__defaults__,
-                    function.__closure__,
-                )
-                twin.__kwdefaults__ = function.__kwdefaults__
-                rebound[name] = functools.wraps(function)(twin)
-    return rebound
+    twins = [
+        type(owner.__name__, (owner,), twins | {"__module__": owner.__module__})
+        for owner in kind.__mro__
+        if owner not in library and (twins := _rebound(owner, replacements))
+    ]
+    return tuple(twins) if twins and twins[0].__base__ is kind else (kind, *twins)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
+def _rebound(owner: type, replacements: dict[Any, Any]) -> dict[str, Any]:
+    """The class's own methods that call a replaced function, calling its replacement."""
+    twins: dict[str, Any] = {}
+    for name, function in vars(owner).items():
+        if not isinstance(function, types.FunctionType):
+            continue
+        changed = {
+            called: replacements[value]
+            for called in _names(function.__code__)
+            if isinstance(value := function.__globals__.get(called), types.FunctionType)
+            and value in replacements
+        }
+        if changed:
+            twin = types.FunctionType(
+                function.__code__,
+                {**function.__globals__, **changed},
+                name,
+                function.__defaults__,
+                function.__closure__,
+            )
+            twin.__kwdefaults__ = function.__kwdefaults__
+            twins[name] = functools.wraps(function)(twin)
+    return twins
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Every name that the code, or a comprehension or function inside it, looks up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -15,6 +15,7 @@ from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm as pyg_gcn_norm
 
 from lightning_sylvie.attach.sparse import AdjacencyCache
+from lightning_sylvie.attach.wide import Wide
 from lightning_sylvie.exchange import Halo
 
 Edges = tuple[Tensor, Tensor]
@@ -26,11 +27,13 @@ class Degrees:
     Args:
         halo: The exchange that is in force.
         cache: Keeps the normalised edges of edge sets that stay the same.
+        wide: Tells whether the layer that calls holds halo rows.
     """
 
-    def __init__(self, halo: Halo, cache: AdjacencyCache) -> None:
+    def __init__(self, halo: Halo, cache: AdjacencyCache, wide: Wide) -> None:
         self._halo = halo
         self._cache = cache
+        self._wide = wide
         self._normalised: dict[tuple[Any, ...], Edges] = {}
 
     def gcn_norm(
@@ -48,8 +51,7 @@ class Degrees:
             return pyg_gcn_norm(
                 edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype
             )
-        wide = num_nodes == self._halo.plan.num_rows
-        key = (id(edge_index), id(edge_weight), wide, improved, add_self_loops, flow, dtype)
+        key = (id(edge_index), id(edge_weight), improved, add_self_loops, flow, dtype)
         if key in self._normalised:
             return self._normalised[key]
         known = self._cache.keeps(edge_index) and (
@@ -57,11 +59,9 @@ class Degrees:
         )
         fill = 2.0 if improved else 1.0
         if not known:
-            return self._normalise(edge_index, edge_weight, wide, fill, add_self_loops, flow, dtype)
+            return self._normalise(edge_index, edge_weight, fill, add_self_loops, flow, dtype)
         with torch.inference_mode(False), torch.no_grad():
-            edges = self._normalise(
-                edge_index, edge_weight, wide, fill, add_self_loops, flow, dtype
-            )
+            edges = self._normalise(edge_index, edge_weight, fill, add_self_loops, flow, dtype)
         self._cache.keep(*edges)
         self._normalised[key] = edges
         return edges
@@ -86,7 +86,7 @@ class Degrees:
             edge_weight = _ones(edge_index, dtype)
         row, column = edge_index
         sums = utils.scatter(edge_weight, row, 0, self._halo.plan.num_rows, reduce="sum")
-        (degree,) = self._halo.append(self._halo.fold(sums))
+        (degree,) = self._halo.append(self._halo.fold(sums), exact=True)
         loop_index, _ = utils.add_self_loops(edge_index[:, :0], num_nodes=owned)
         loops = torch.ones_like(degree[:owned])
         if normalization is None:
@@ -101,11 +101,12 @@ class Degrees:
     def degree(
         self, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """In-degrees; of halo rows too where a layer holds them (``exchange="input"``)."""
+        """Degrees of owned rows; of halo rows too where the layer holds them."""
         counts: Tensor = utils.degree(index, num_nodes, dtype)
-        if not self._halo.active or num_nodes != self._halo.plan.num_rows:
+        if not self._wide.active or num_nodes != self._halo.plan.num_rows:
             return counts
-        return self._halo.append(counts[: self._halo.plan.num_owned].contiguous())[0]
+        (everywhere,) = self._halo.append(self._halo.fold(counts.double()), exact=True)
+        return everywhere.to(counts.dtype)
 
     def add_self_loops(
         self,
@@ -114,7 +115,7 @@ class Degrees:
         fill_value: Any = None,
         num_nodes: Any = None,
     ) -> Any:
-        """Loops at owned nodes only, also when a layer leaves `num_nodes` to the edges."""
+        """Loops at owned nodes only: those of halo nodes are on their owners' ranks."""
         return utils.add_self_loops(edge_index, edge_attr, fill_value, self._owned(num_nodes))
 
     def add_remaining_self_loops(
@@ -130,13 +131,14 @@ class Degrees:
         )
 
     def _owned(self, num_nodes: Any) -> Any:
-        return self._halo.plan.num_owned if self._halo.active and num_nodes is None else num_nodes
+        if not self._halo.active or (num_nodes is not None and not self._wide.active):
+            return num_nodes
+        return self._halo.plan.num_owned
 
     def _normalise(
         self,
         edge_index: Tensor,
         edge_weight: Tensor | None,
-        wide: bool,
         fill: float,
         add_self_loops: bool,
         flow: str,
@@ -145,7 +147,7 @@ class Degrees:
         plan = self._halo.plan
         if add_self_loops:
             edge_index, edge_weight = utils.add_remaining_self_loops(
-                edge_index, edge_weight, fill, plan.num_rows if wide else plan.num_owned
+                edge_index, edge_weight, fill, plan.num_owned
             )
         if edge_weight is None:
             edge_weight = _ones(edge_index, dtype)
@@ -153,7 +155,7 @@ class Degrees:
         centre = column if flow == "source_to_target" else row
         sums = utils.scatter(edge_weight, centre, 0, plan.num_rows, reduce="sum")
         scale = _zero_where_infinite(sums[: plan.num_owned].pow(-0.5))
-        (scale,) = self._halo.append(scale)
+        (scale,) = self._halo.append(scale, exact=True)
         return edge_index, scale[row] * edge_weight * scale[column]
 
 

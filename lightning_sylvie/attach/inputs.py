@@ -26,13 +26,22 @@ class HaloInput(Attached):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._owned(out)
 
+    def message(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attachment.wide.on_edges():
+            return super().message(*args, **kwargs)  # type: ignore[misc]
+
+    def edge_update(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attachment.wide.on_edges():
+            return super().edge_update(*args, **kwargs)  # type: ignore[misc]
+
     def _widened(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with halo rows appended to every tensor that has a row per owned node."""
         forward = inspect.signature(self.original.forward)  # type: ignore[attr-defined]
         bound = forward.bind(self, *args, **kwargs)
         found: dict[int, Tensor] = {}
         _map_rows(self._is_node_level, lambda t: found.setdefault(id(t), t), bound.arguments)
-        moved = dict(zip(found, self.attachment.append(self, found.values(), 0)))
+        extended = self.attachment.append(self, found.values(), 0)
+        moved = dict(zip(found, extended, strict=True))
         bound.arguments = _map_rows(self._is_node_level, lambda t: moved[id(t)], bound.arguments)
         return bound.args[1:], bound.kwargs
 

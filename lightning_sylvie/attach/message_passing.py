@@ -1,9 +1,9 @@
 """Message passing over a part: neighbours' rows arrive where a layer reads them.
 
 PyG collects what `message` and `edge_update` ask for in one place, `MessagePassing._collect`; every
-name that ends in ``_j`` is read through the edges' sources. There, and only there, the halo rows are
-appended, so multi-hop layers exchange once per hop, attention sends its logits, and a layer that
-maps before it aggregates sends the mapped, often narrower, rows.
+name that ends in ``_j`` is read through the edges' sources. There, and only there, the halo rows
+are appended, so multi-hop layers exchange once per hop, attention sends its logits, and a layer
+that maps before it aggregates sends the mapped, often narrower, rows.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ class HaloMessagePassing(Attached, MessagePassing):
         if not self.attachment.halo.active:
             return super()._collect(args, edge_index, size, kwargs)
         if is_sparse(edge_index):
-            (x,) = self._extended({"x": kwargs["x"]}).values()
+            x, (pair,) = kwargs["x"], self._extended({"x": kwargs["x"]}).values()
+            x = pair if isinstance(x, (tuple, list)) else pair[self._far]
             return {name: kwargs.get(name) for name in args} | {"x": x}
         sources = self._sources(args, kwargs)
         if self.attachment.wide.active:
             pairs = self._refreshed(sources, hop=args is not self._edge_user_args)
         else:
             plan = self.attachment.halo.plan
-            size[self._near], size[self._far] = plan.num_owned, plan.num_rows
+            size[1 - self._far], size[self._far] = plan.num_owned, plan.num_rows
             pairs = self._extended(sources)
         collected = super()._collect(args, edge_index, size, kwargs | pairs)
         collected.update({name: value for name, value in sources.items() if name in args})
@@ -90,47 +91,35 @@ class HaloMessagePassing(Attached, MessagePassing):
 
     @property
     def _far(self) -> int:
-        """Which end of an edge, and which part of a pair, is the neighbour that is read."""
+        """Which end of an edge is the neighbour that is read."""
         return 0 if self.flow == "source_to_target" else 1
-
-    @property
-    def _near(self) -> int:
-        return 1 - self._far
 
     def _sources(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is read of neighbours, in an order that is the same on every rank."""
         names = sorted({arg[:-2] for arg in args if arg.endswith("_j")})
         found = {name: kwargs.get(name) for name in names}
-        return {name: v for name, v in found.items() if isinstance(self._end(v, self._far), Tensor)}
+        return {name: v for name, v in found.items() if isinstance(_ends(v)[0], Tensor)}
 
     def _extended(self, sources: dict[str, Any]) -> dict[str, Any]:
         """Each source as a pair: owned and halo rows of the neighbours, owned rows of the rest."""
-        far = [self._end(value, self._far) for value in sources.values()]
-        moved = self.attachment.append(self, far, self.node_dim)
-        return {
-            name: self._pair(rows, self._end(value, self._near))
-            for (name, value), rows in zip(sources.items(), moved)
-        }
+        ends = {name: _ends(value) for name, value in sources.items()}
+        moved = self.attachment.append(self, [far for far, _ in ends.values()], self.node_dim)
+        pairs = zip(moved, ends.items(), strict=True)
+        return {name: self._pair(rows, near) for rows, (name, (_, near)) in pairs}
 
     def _refreshed(self, sources: dict[str, Any], *, hop: bool) -> dict[str, Any]:
-        """The sources whose halo rows are not their owners' any more, with halo rows that are."""
+        """The sources as pairs; halo rows that are not their owners' any more come anew."""
         wide, num_owned = self.attachment.wide, self.attachment.halo.plan.num_owned
-        ends = {name: self._end(value, self._far) for name, value in sources.items()}
-        stale = {name: end for name, end in ends.items() if wide.is_stale(end)}
-        wide.note_read(ends.values(), hop=hop)
-        owned = [end.narrow(self.node_dim, 0, num_owned) for end in stale.values()]
-        moved = self.attachment.append(self, owned, self.node_dim)
-        return {
-            name: self._pair(rows, self._end(sources[name], self._near))
-            for name, rows in zip(stale, moved)
-        }
-
-    @staticmethod
-    def _end(value: Any, end: int) -> Any:
-        """A pair's part for one end of the edges; a single value stands for both ends."""
-        return value[end] if isinstance(value, (tuple, list)) and len(value) == 2 else value
+        ends = {name: _ends(value) for name, value in sources.items()}
+        stale = [name for name, (far, _) in ends.items() if wide.is_stale(far)]
+        wide.note_read([far for far, _ in ends.values()], hop=hop)
+        owned = [ends[name][0].narrow(self.node_dim, 0, num_owned) for name in stale]
+        fresh = self.attachment.append(self, owned, self.node_dim)
+        moved = dict(zip(stale, fresh, strict=True))
+        return {name: self._pair(moved.get(name, far), near) for name, (far, near) in ends.items()}
 
     def _pair(self, far: Any, near: Any) -> tuple[Any, Any]:
+        """In the order in which `MessagePassing._collect` reads them."""
         return (far, near) if self._far == 0 else (near, far)
 
     def _advice(self, error: IndexError) -> str:
@@ -139,6 +128,14 @@ class HaloMessagePassing(Attached, MessagePassing):
             "outside of `message` and `edge_update`, where neighbours' rows are; use "
             'exchange="input", or pass what it reads through `propagate` as a name ending in _j'
         )
+
+
+def _ends(value: Any) -> tuple[Any, Any]:
+    """What neighbours and what destinations are read from: PyG's templates take a pair so, for
+    both flows; a single value serves both.
+    """
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return (value[0], value[1]) if is_pair else (value, value)
 
 
 def forgotten(layer: Any) -> dict[str, None]:

@@ -24,16 +24,27 @@ class GlobalNorm(Attached):
     def rows(self, x: Tensor) -> Tensor:
         """The rows that count: owned ones, where a layer holds halo rows too."""
         plan = self.attachment.halo.plan
-        wide = self.attachment.wide and x.shape[0] == plan.num_rows
+        wide = self.attachment.wide.on_nodes and x.shape[0] == plan.num_rows
         return x[: plan.num_owned] if wide else x
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over the rows of all ranks, ``(1, ...)``, and how many rows those are."""
         rows = self.rows(x)
-        total = rows.sum(0, keepdim=True).flatten()
+        total = rows.sum(0, dtype=_accumulated(x)).flatten()
         packed = self.attachment.halo.sum(torch.cat([total, total.new_tensor([rows.shape[0]])]))
         count = packed[-1].detach()
         return (packed[:-1] / count.clamp(min=1)).view(1, *x.shape[1:]), count
+
+    def is_global(self, batch: Tensor | None) -> bool:
+        """Whether the rows of all ranks count, which are those of one graph."""
+        if not self.attachment.halo.active:
+            return False
+        if batch is not None and bool(batch.any()):
+            raise ValueError(
+                f"{self.attachment.path(self)}: expected all nodes in one graph (batch = 0), got "
+                f"graph numbers up to {int(batch.max())}; leave `batch` out"
+            )
+        return True
 
 
 class GlobalBatchNorm(GlobalNorm):
@@ -41,11 +52,10 @@ class GlobalBatchNorm(GlobalNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
-        if not self.attachment.halo.active or not (
-            layer.training or layer.running_mean is None
-        ):
+        if not self.attachment.halo.active or not (layer.training or layer.running_mean is None):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         flat = x.transpose(1, -1).reshape(-1, x.shape[1]) if x.dim() > 2 else x
+        flat = flat.to(_accumulated(x))
         mean, count = self.mean(flat)
         variance, _ = self.mean((flat - mean).square())
         if layer.training and count <= 1:
@@ -81,7 +91,14 @@ class GlobalPyGBatchNorm(GlobalNorm):
             return layer.module(x)  # type: ignore[no-any-return]
         inner = layer.module
         return torch.nn.functional.batch_norm(
-            x, inner.running_mean, inner.running_var, inner.weight, inner.bias, False, 0.0, inner.eps
+            x,
+            inner.running_mean,
+            inner.running_var,
+            inner.weight,
+            inner.bias,
+            False,
+            0.0,
+            inner.eps,
         )
 
 
@@ -92,9 +109,7 @@ class GlobalInstanceNorm(GlobalNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         layer: Any = self
-        if not self.attachment.halo.active or not (
-            layer.training or not layer.track_running_stats
-        ):
+        if (layer.track_running_stats and not layer.training) or not self.is_global(batch):
             return super().forward(x, batch, batch_size)  # type: ignore[misc, no-any-return]
         mean, count = self.mean(x)
         centred = x - mean
@@ -105,9 +120,8 @@ class GlobalInstanceNorm(GlobalNorm):
                 layer.running_mean.lerp_(mean[0], layer.momentum)
                 layer.running_var.lerp_(unbiased, layer.momentum)
         out = centred / (variance + layer.eps).sqrt()
-        if layer.weight is not None:
-            out = out * layer.weight + layer.bias
-        return out
+        scaled: Tensor = out if layer.weight is None else out * layer.weight + layer.bias
+        return scaled
 
 
 class GlobalLayerNorm(GlobalNorm):
@@ -117,7 +131,7 @@ class GlobalLayerNorm(GlobalNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         layer: Any = self
-        if not self.attachment.halo.active or layer.mode != "graph":
+        if layer.mode != "graph" or not self.is_global(batch):
             return super().forward(x, batch, batch_size)  # type: ignore[misc, no-any-return]
         centred = x - self.mean(x)[0].mean()
         variance = self.mean(centred.square())[0].mean()
@@ -125,7 +139,8 @@ class GlobalLayerNorm(GlobalNorm):
             out = centred / (variance.sqrt() + layer.eps)
         else:
             out = centred / (variance + layer.eps).sqrt()
-        return out if layer.weight is None else out * layer.weight + layer.bias
+        scaled: Tensor = out if layer.weight is None else out * layer.weight + layer.bias
+        return scaled
 
 
 class GlobalPairNorm(GlobalNorm):
@@ -135,7 +150,7 @@ class GlobalPairNorm(GlobalNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         layer: Any = self
-        if not self.attachment.halo.active:
+        if not self.is_global(batch):
             return super().forward(x, batch, batch_size)  # type: ignore[misc, no-any-return]
         x = x - self.mean(x)[0]
         if layer.scale_individually:
@@ -150,7 +165,7 @@ class GlobalMeanSubtractionNorm(GlobalNorm):
     def forward(
         self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
     ) -> Tensor:
-        if not self.attachment.halo.active:
+        if not self.is_global(batch):
             return super().forward(x, batch, dim_size)  # type: ignore[misc, no-any-return]
         return x - self.mean(x)[0]
 
@@ -162,7 +177,7 @@ class GlobalGraphNorm(GlobalNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         layer: Any = self
-        if not self.attachment.halo.active:
+        if not self.is_global(batch):
             return super().forward(x, batch, batch_size)  # type: ignore[misc, no-any-return]
         out = x - self.mean(x)[0] * layer.mean_scale
         variance, _ = self.mean(out.square())
@@ -175,7 +190,7 @@ class GlobalGraphSizeNorm(GlobalNorm):
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
-        if not self.attachment.halo.active:
+        if not self.is_global(batch):
             return super().forward(x, batch, batch_size)  # type: ignore[misc, no-any-return]
         _, count = self.mean(x.detach()[:, :0])
         return x * count.pow(-0.5)
@@ -186,9 +201,7 @@ class GlobalHeteroBatchNorm(GlobalNorm):
 
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         layer: Any = self
-        if not self.attachment.halo.active or not (
-            layer.training or not layer.track_running_stats
-        ):
+        if not self.attachment.halo.active or not (layer.training or not layer.track_running_stats):
             return super().forward(x, type_vec)  # type: ignore[misc, no-any-return]
         count, mean, variance = self._statistics(self.rows(x), self.rows(type_vec))
         if layer.training and layer.track_running_stats:
@@ -218,6 +231,11 @@ class GlobalHeteroBatchNorm(GlobalNorm):
         return count, mean, squares / count.clamp(min=1) - mean.square()
 
 
+def _accumulated(x: Tensor) -> torch.dtype:
+    """The type for sums over rows: 16 bits would not even hold the number of rows."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
 NORMS: dict[type, type[GlobalNorm]] = {
     _BatchNorm: GlobalBatchNorm,
     pyg_nn.BatchNorm: GlobalPyGBatchNorm,
@@ -229,5 +247,4 @@ NORMS: dict[type, type[GlobalNorm]] = {
     pyg_nn.GraphSizeNorm: GlobalGraphSizeNorm,
     pyg_nn.HeteroBatchNorm: GlobalHeteroBatchNorm,
 }
-"""Layers with statistics over rows, and what makes them global. InstanceNorm derives from
-`_BatchNorm`, so the last match in this order wins."""
+"""Layers with statistics over rows, and what makes them global."""

@@ -45,13 +45,14 @@ class Adjacency:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
         ctx.transposed = transposed
-        return torch.sparse.mm(matrix, x)
+        product: Tensor = torch.sparse.mm(matrix, x)
+        return product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return torch.sparse.mm(ctx.transposed, grad.contiguous()), None, None
 
 

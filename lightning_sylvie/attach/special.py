@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
 
@@ -20,11 +22,11 @@ class OutEdges(Attached):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.attachment.halo.active:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        with self.attachment.reversed(self) as turned:
-            return super().forward(  # type: ignore[misc]
-                *(turned(value) for value in args),
-                **{name: turned(value) for name, value in kwargs.items()},
-            )
+        forward = inspect.signature(self.original.forward)  # type: ignore[attr-defined]
+        bound = forward.bind(self, *args, **kwargs)
+        with self.attachment.reversed(self) as turn:
+            bound.arguments.update({name: turn(name, v) for name, v in bound.arguments.items()})
+            return super().forward(*bound.args[1:], **bound.kwargs)  # type: ignore[misc]
 
 
 class HaloDirGNN(Attached):
@@ -35,10 +37,13 @@ class HaloDirGNN(Attached):
         if not self.attachment.halo.active:
             return super().forward(x, edge_index)  # type: ignore[misc, no-any-return]
         inward = layer.conv_in(x, edge_index)
-        with self.attachment.reversed(self) as turned:
-            outward = layer.conv_out(x, turned(edge_index).flip([0]))
-        out = layer.alpha * outward + (1 - layer.alpha) * inward
-        return out if layer.lin is None else out + layer.lin(x)
+        with self.attachment.reversed(self) as turn:
+            turn("edge_index", edge_index)
+            outward = layer.conv_out(x, self.attachment.halo.shard.edge_index)
+        out: Tensor = layer.alpha * outward + (1 - layer.alpha) * inward
+        if layer.lin is not None:
+            out = out + layer.lin(x)
+        return out
 
 
 class HaloCheb(Attached):
@@ -66,6 +71,62 @@ class HaloCheb(Attached):
         )
 
 
+class HaloFastRGCN(Attached):
+    """FastRGCNConv: with node numbers as input it looks weights up by the edges' sources."""
+
+    def forward(self, x: Any, edge_index: Any, edge_type: Any = None) -> Any:
+        features = x[0] if isinstance(x, (tuple, list)) else x
+        if self.attachment.halo.active and not (
+            isinstance(features, Tensor) and features.is_floating_point()
+        ):
+            raise TypeError(
+                f"{self.attachment.path(self)}: expected node features, got node numbers, which "
+                "are not the same on a part; use RGCNConv, which looks weights up by value"
+            )
+        return super().forward(x, edge_index, edge_type)  # type: ignore[misc]
+
+
+class HaloAggregation(Attached):
+    """Aggregations over sequences: padded to the longest one of all ranks.
+
+    LSTMAggregation and its like return what they see after the padding.
+    """
+
+    def to_dense_batch(
+        self, x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        halo = self.attachment.halo
+        if halo.active and index is not None and kwargs.get("max_num_elements") is None:
+            longest = index.bincount(minlength=1).max()
+            kwargs["max_num_elements"] = int(halo.max(longest))
+        return super().to_dense_batch(x, index, *args, **kwargs)  # type: ignore[misc]
+
+
+class HaloQuantile(Attached):
+    """QuantileAggregation: a part may have no edges, or none at its first node.
+
+    PyG's code looks for the quantile of an empty set in the set before it, which there is none of;
+    a set of one row in front changes nothing else.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+    ) -> Tensor:
+        plain = super().forward  # type: ignore[misc]
+        if not self.attachment.halo.active or index is None or dim_size is None:
+            return plain(x, index, ptr, dim_size, dim)  # type: ignore[no-any-return]
+        shape = list(x.shape)
+        shape[dim] = 1
+        x = torch.cat([x.new_zeros(shape), x], dim)
+        index = torch.cat([index.new_zeros(1), index + 1])
+        return plain(x, index, None, dim_size + 1, dim).narrow(dim, 1, dim_size)  # type: ignore[no-any-return]
+
+
 class HaloSuperGAT(Attached):
     """SuperGATConv: outputs are exact; its attention loss samples pairs inside each part."""
 
@@ -85,5 +146,8 @@ class HaloSuperGAT(Attached):
 SPECIAL: dict[type, type[Attached]] = {
     pyg_nn.DirGNNConv: HaloDirGNN,
     pyg_nn.ChebConv: HaloCheb,
+    pyg_nn.FastRGCNConv: HaloFastRGCN,
     pyg_nn.SuperGATConv: HaloSuperGAT,
+    pyg_nn.aggr.QuantileAggregation: HaloQuantile,
+    pyg_nn.Aggregation: HaloAggregation,
 }

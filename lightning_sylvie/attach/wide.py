@@ -18,11 +18,17 @@ class Wide:
     def __init__(self) -> None:
         self._read: dict[int, Tensor] | None = None
         self._hopped = False
+        self._on_edges = False
 
     @property
     def active(self) -> bool:
         """Whether the layer that runs now holds halo rows from its input on."""
         return self._read is not None
+
+    @property
+    def on_nodes(self) -> bool:
+        """Whether it computes on nodes, where its halo rows are another rank's to count."""
+        return self.active and not self._on_edges
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -32,6 +38,15 @@ class Wide:
             yield
         finally:
             self._read = None
+
+    @contextmanager
+    def on_edges(self) -> Iterator[None]:
+        """Marks what runs inside as computing on edges, which are on one rank each."""
+        outer, self._on_edges = self._on_edges, True
+        try:
+            yield
+        finally:
+            self._on_edges = outer
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Whether the halo rows of `tensor` may differ from their owners' rows."""

@@ -8,11 +8,12 @@ first reason up. A rank that was killed or hangs writes nothing and is known by 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
@@ -97,74 +99,62 @@ class FailureLog:
         """
         context = f"while rank {self._rank} waited for {waiting}"
         try:
-            cause, records = self._roll_call()
-            self._linger(set(records) - {self._rank})
+            cause, victims = self._roll_call()
+            self._linger(set(victims) - {self._rank})
         except _StoreGoneError:
             return self._store_gone(peer, context, error)
         if cause is not None:
             rank, reason = cause
             return PeerError(f"rank {rank} failed: {reason} ({context})", rank=rank)
-        return self._without_cause(records, peer, context, error)
+        return self._without_cause(victims, peer, context, error)
 
     def _record(self, peer: int | None, error: BaseException) -> None:
-        record = json.dumps([peer, "imed out" in str(error)])
+        order = self._store.add("num_victims", 1)
+        record = json.dumps([peer, "imed out" in str(error), order])
         self._store.set(f"victim/{self._rank}", record)
 
-    def _roll_call(self) -> tuple[tuple[int, str] | None, dict[int, tuple[int | None, bool]]]:
+    def _roll_call(self) -> tuple[tuple[int, str] | None, dict[int, _Victim]]:
         """The first reason, else whom each rank waited for once all but one rank have said so."""
         deadline = time.monotonic() + _ROLL_CALL
         while True:
-            cause, records = _bounded(self._look)
-            done = cause is not None or len(records) >= self._num_ranks - 1
+            cause, victims = _bounded(self._look)
+            done = cause is not None or len(victims) >= self._num_ranks - 1
             if done or time.monotonic() > deadline:
                 _bounded(lambda: self._store.set(f"done/{self._rank}", ""))
-                return cause, records
+                return cause, victims
             time.sleep(0.02)
 
-    def _look(self) -> tuple[tuple[int, str] | None, dict[int, tuple[int | None, bool]]]:
+    def _look(self) -> tuple[tuple[int, str] | None, dict[int, _Victim]]:
         cause = json.loads(self._store.get("cause")) if self._store.check(["cause"]) else None
-        records = {
-            rank: json.loads(self._store.get(f"victim/{rank}"))
+        victims = {
+            rank: _Victim(*json.loads(self._store.get(f"victim/{rank}")))
             for rank in range(self._num_ranks)
             if self._store.check([f"victim/{rank}"])
         }
-        return cause, records
+        return cause, victims
 
     def _without_cause(
-        self,
-        records: dict[int, tuple[int | None, bool]],
-        peer: int | None,
-        context: str,
-        error: BaseException,
+        self, victims: dict[int, _Victim], peer: int | None, context: str, error: BaseException
     ) -> PeerError:
-        silent = [rank for rank in range(self._num_ranks) if rank not in records]
-        culprits = _follow(peer, records, silent)
-        if culprits == [self._rank]:
-            return PeerError(
-                f"the other ranks gave rank {self._rank} up after {self._timeout} ({context}): it "
-                "was slower than `timeout` allows",
-                rank=self._rank,
-            )
-        names = "rank " + ", ".join(map(str, culprits)) if culprits else "a rank"
-        rank = culprits[0] if culprits else None
-        if any(timed_out for _, timed_out in records.values()):
-            return PeerError(
-                f"{names} did not answer within {self._timeout} ({context}): it hangs, left the "
-                "common order of exchanges, or needs a longer `timeout`",
-                rank=rank,
-            )
-        return PeerError(
-            f"{names} ended or lost its connection and left no reason ({context}): look at its "
-            f"own output, it may have been killed. {one_line(error)}",
-            rank=rank,
-        )
+        timed_out = any(victim.timed_out for victim in victims.values())
+        culprits = _culprits(victims, peer, self._num_ranks, timed_out)
+        names = "rank " + ", ".join(map(str, culprits))
+        if timed_out and culprits == [self._rank]:
+            text = f"the other ranks gave {names} up after {self._timeout} ({context}): it was too "
+            return PeerError(text + "slow for `timeout`, or in another place", rank=self._rank)
+        if timed_out:
+            text = f"{names} did not answer within {self._timeout} ({context}): it hangs, left the "
+            text += "common order of exchanges, or needs a longer `timeout`"
+            return PeerError(text, rank=culprits[0])
+        text = f"{names} ended or lost its connection and left no reason ({context}): look at its "
+        text += f"own output, it may have been killed. {one_line(error)}"
+        return PeerError(text, rank=culprits[0])
 
     def _store_gone(self, peer: int | None, context: str, error: BaseException) -> PeerError:
         rank = peer if self._rank == 0 else 0
         return PeerError(
-            f"rank 0, or what serves the ranks' common store in its place, is gone ({context}"
-            f"{'' if peer is None else f', which lost rank {peer}'}): no reason can be looked up; "
-            f"see its own output. {one_line(error)}",
+            "rank 0 or its host is gone or hangs: the store that the ranks share there does not "
+            f"answer, so no reason can be looked up ({context}). {one_line(error)}",
             rank=rank,
         )
 
@@ -195,26 +185,38 @@ def is_echo(exception: BaseException) -> bool:
 
 
 def one_line(exception: BaseException) -> str:
-    """Type and first line of an exception."""
+    """Type and first line of an exception, without gloo's source path and its advice."""
     lines = str(exception).strip().splitlines()
-    return f"{type(exception).__name__}: {lines[0][:500]}" if lines else type(exception).__name__
+    if not lines:
+        return type(exception).__name__
+    text = re.sub(r"^\[\S+\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
+    return f"{type(exception).__name__}: {text[:500]}"
 
 
-def _follow(
-    peer: int | None, records: dict[int, tuple[int | None, bool]], silent: Iterable[int]
+class _Victim(NamedTuple):
+    """A rank that waited in vain."""
+
+    peer: int | None  # whom it waited for; None: for all
+    timed_out: bool  # else its connection broke
+    order: int  # the number of ranks that had said so, itself included
+
+
+def _culprits(
+    victims: dict[int, _Victim], peer: int | None, num_ranks: int, timed_out: bool
 ) -> list[int]:
-    """Ranks at fault: the end of the chain of waits if it is silent, else all that are silent."""
-    seen: set[int] = set()
-    while peer in records and peer not in seen:
-        seen.add(peer)
-        following = records[peer][0]
-        if following is None:
-            break
-        peer = following
-    missing = list(silent)
-    if peer is not None and (peer in missing or not missing):
-        return [peer]
-    return missing
+    """The ranks at fault, given whom the others and this rank (`peer`) waited for.
+
+    That is the silent rank at the end of the chain of waits, or else all silent ones. If all ranks
+    spoke: the last after a time-out, as it came too late; the first after a broken connection.
+    """
+    silent = [rank for rank in range(num_ranks) if rank not in victims]
+    if not silent:
+        by_order = sorted(victims, key=lambda rank: victims[rank].order)
+        return [by_order[-1] if timed_out else by_order[0]]
+    for _ in range(num_ranks):
+        if peer in victims:
+            peer = victims[peer].peer
+    return [peer] if peer in silent else silent
 
 
 def _bounded(action: Callable[[], T]) -> T:

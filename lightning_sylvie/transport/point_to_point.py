@@ -32,8 +32,8 @@ class PointToPoint(GroupTransport):
     ) -> None:
         assert transfer.message is not None
         tag = self._num_started % _NUM_TAGS
-        incoming = torch.split(transfer.rows, list(recv_counts))
-        outgoing = torch.split(transfer.message, list(send_counts))
+        incoming = torch.split_with_sizes(transfer.rows, list(recv_counts))
+        outgoing = torch.split_with_sizes(transfer.message, list(send_counts))
         for step in range(1, self.num_ranks):  # each rank begins with another peer
             peer = (self.rank - step) % self.num_ranks
             self._add(transfer, peer, incoming[peer], _receive(incoming[peer], peer, tag))

@@ -1,0 +1,88 @@
+"""Which quantizer a number of bits means, and which rows it suits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from lightning_sylvie.quantizer.base import Noise, Quantizer
+from lightning_sylvie.quantizer.coded import Coded, MinMax, Rotated
+from lightning_sylvie.quantizer.plain import Full, Half
+
+NARROW = 16
+"""Rows of fewer values (attention logits, degrees) travel in 16 bits: codes would ruin them."""
+
+BITS = (1, 2, 4, 8, 16, 32)
+CODES: dict[str, type[Coded]] = {"minmax": MinMax, "rotated": Rotated}
+
+
+def choose(bits: int, quantizer: str | Quantizer = "auto") -> Quantizer:
+    """The quantizer for `bits` per value, safe for rows of any type and width.
+
+    Args:
+        bits: 1, 2, 4, 8, 16 (a cast) or 32 (as they are).
+        quantizer: ``"minmax"``, ``"rotated"`` (1 bit), ``"auto"`` (rotated at 1 bit, else minmax),
+            or an instance, whose own bits count.
+
+    Raises:
+        ValueError: For unknown bits or names, or bits that the quantizer does not have.
+    """
+    if isinstance(quantizer, Quantizer):
+        return Fitted(quantizer)
+    if bits not in BITS:
+        raise ValueError(f"expected bits in {BITS}, got {bits}")
+    if quantizer not in ("auto", *CODES):
+        raise ValueError(
+            f"expected quantizer in {('auto', *CODES)} or an object, got {quantizer!r}"
+        )
+    if bits == 32:
+        return Full()
+    if bits == 16:
+        return Fitted(Half())
+    name = quantizer if quantizer != "auto" else "rotated" if bits in Rotated.BITS else "minmax"
+    return Fitted(CODES[name](bits))
+
+
+@final
+class Fitted(Quantizer):
+    """A code where it suits; 16 bits for narrow rows, integers as they are.
+
+    Args:
+        code: For floating-point rows of `NARROW` values and more.
+    """
+
+    def __init__(self, code: Quantizer) -> None:
+        self.code = code
+        self._half, self._full = Half(), Full()
+
+    def __repr__(self) -> str:
+        return repr(self.code)
+
+    def row_bytes(self, rows: Tensor) -> int:
+        return self._for(rows).row_bytes(rows)
+
+    def quantize(
+        self, rows: Tensor, index: Tensor | None, noise: Noise, message: Tensor, offset: int
+    ) -> None:
+        self._for(rows).quantize(rows, index, noise, message, offset)
+
+    def dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
+        self._for(rows).dequantize(message, offset, noise, rows)
+
+    def dequantize_add(
+        self,
+        message: Tensor,
+        offset: int,
+        noise: Noise,
+        index: Tensor,
+        counts: Sequence[int],
+        rows: Tensor,
+    ) -> None:
+        self._for(rows).dequantize_add(message, offset, noise, index, counts, rows)
+
+    def _for(self, rows: Tensor) -> Quantizer:
+        if not rows.is_floating_point():
+            return self._full
+        return self.code if rows.shape[1] >= NARROW else self._half

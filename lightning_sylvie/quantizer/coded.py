@@ -1,0 +1,197 @@
+"""Quantizers of 1 to 8 bits per value, on the compiled ops."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_sylvie import ops
+from lightning_sylvie.quantizer.base import Noise, NonFiniteRowError, Quantizer
+
+_NONE = torch.iinfo(torch.int64).max
+
+
+class Coded(Quantizer):
+    """What codes share: checks, float64 rows by way of float32, and non-finite rows.
+
+    Args:
+        bits: Bits per value.
+
+    Raises:
+        ValueError: For bits that the code does not have.
+    """
+
+    BITS: tuple[int, ...]
+
+    def __init__(self, bits: int = 1) -> None:
+        if bits not in self.BITS:
+            raise ValueError(f"expected bits in {self.BITS} for {type(self).__name__}, got {bits}")
+        self.bits = bits
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.bits})"
+
+    def row_bytes(self, rows: Tensor) -> int:
+        return self._row_bytes(rows.shape[1])
+
+    @final
+    def quantize(
+        self, rows: Tensor, index: Tensor | None, noise: Noise, message: Tensor, offset: int
+    ) -> None:
+        bad = torch.full((1,), _NONE, dtype=torch.int64, device=rows.device)
+        self._quantize(_single(rows), index, noise, message, offset, bad)
+        if (position := int(bad)) != _NONE:
+            raise NonFiniteRowError(position)
+
+    @final
+    def dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
+        decoded = _single(rows, empty=True)
+        self._dequantize(message, offset, noise, decoded)
+        if decoded is not rows:
+            rows.copy_(decoded)
+
+    @final
+    def dequantize_add(
+        self,
+        message: Tensor,
+        offset: int,
+        noise: Noise,
+        index: Tensor,
+        counts: Sequence[int],
+        rows: Tensor,
+    ) -> None:
+        if rows.dtype != torch.float64:
+            self._dequantize_add(message, offset, noise, index, counts, rows)
+            return
+        decoded = rows.new_empty((message.shape[0], rows.shape[1]))
+        self.dequantize(message, offset, noise, decoded)
+        ops.scatter_add_rows(decoded.view(torch.uint8), 0, index, counts, rows)
+
+    @abstractmethod
+    def _row_bytes(self, width: int) -> int: ...
+
+    @abstractmethod
+    def _quantize(
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        noise: Noise,
+        message: Tensor,
+        offset: int,
+        bad: Tensor,
+    ) -> None: ...
+
+    @abstractmethod
+    def _dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None: ...
+
+    @abstractmethod
+    def _dequantize_add(
+        self,
+        message: Tensor,
+        offset: int,
+        noise: Noise,
+        index: Tensor,
+        counts: Sequence[int],
+        rows: Tensor,
+    ) -> None: ...
+
+
+@final
+class MinMax(Coded):
+    """The paper's code: levels between a row's minimum and maximum, rounded stochastically.
+
+    Unbiased; per value variance at most scale^2 / 4, where scale = range / (2^bits - 1)
+    (Quantizer and Dequantizer sections, Equations 3 to 5 of the paper).
+    """
+
+    BITS = (1, 2, 4, 8)
+
+    def _row_bytes(self, width: int) -> int:
+        return ops.minmax_row_bytes(width, self.bits)
+
+    def _quantize(
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        noise: Noise,
+        message: Tensor,
+        offset: int,
+        bad: Tensor,
+    ) -> None:
+        ops.quantize_rows(rows, index, noise.id, noise.key, self.bits, message, offset, bad)
+
+    def _dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
+        ops.dequantize_rows(message, offset, self.bits, rows)
+
+    def _dequantize_add(
+        self,
+        message: Tensor,
+        offset: int,
+        noise: Noise,
+        index: Tensor,
+        counts: Sequence[int],
+        rows: Tensor,
+    ) -> None:
+        ops.dequantize_add_rows(message, offset, self.bits, index, counts, rows)
+
+
+@final
+class Rotated(Coded):
+    """Signs of the centred row after a random rotation of its own (DRIVE).
+
+    A row's error neither depends on its few largest values nor resembles that of other rows, so it
+    averages out where rows are aggregated.
+
+    Args:
+        bits: Bits per value.
+        unbiased: False: the scale of the least error, which shrinks rows.
+    """
+
+    BITS = (1,)
+
+    def __init__(self, bits: int = 1, *, unbiased: bool = True) -> None:
+        super().__init__(bits)
+        self.unbiased = unbiased
+
+    def _row_bytes(self, width: int) -> int:
+        return ops.rotated_row_bytes(width, self.bits)
+
+    def _quantize(
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        noise: Noise,
+        message: Tensor,
+        offset: int,
+        bad: Tensor,
+    ) -> None:
+        ops.rotate_quantize_rows(
+            rows, index, noise.id, noise.key, self.bits, self.unbiased, message, offset, bad
+        )
+
+    def _dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
+        ops.rotate_dequantize_rows(message, offset, noise.id, noise.key, self.bits, rows)
+
+    def _dequantize_add(
+        self,
+        message: Tensor,
+        offset: int,
+        noise: Noise,
+        index: Tensor,
+        counts: Sequence[int],
+        rows: Tensor,
+    ) -> None:
+        ops.rotate_dequantize_add_rows(
+            message, offset, noise.id, noise.key, self.bits, index, counts, rows
+        )
+
+
+def _single(rows: Tensor, *, empty: bool = False) -> Tensor:
+    """The rows in a type that the ops read: float64 goes through float32."""
+    if rows.dtype != torch.float64:
+        return rows
+    return torch.empty_like(rows, dtype=torch.float32) if empty else rows.float()

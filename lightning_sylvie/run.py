@@ -1,0 +1,133 @@
+"""One model on its part, from set-up to tear-down: what a step does around the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_sylvie.attach import Attachment, Exchange
+from lightning_sylvie.exchange import Halo
+from lightning_sylvie.gradient import GradientReducer
+from lightning_sylvie.loss import LossReduction, as_global, loss_share, silence
+from lightning_sylvie.rowless import taking_no_rows
+from lightning_sylvie.shard import Shard
+from lightning_sylvie.steplog import StepLog
+from lightning_sylvie.transport import Transport
+from lightning_sylvie.world import end_all
+
+
+class Run:
+    """A module whose layers exchange halo rows, whose `log` tells global values, until `detach`.
+
+    Args:
+        module: Changed in place.
+        halo: How halo rows are exchanged.
+        transports: For halo rows, and for sums of values and gradients.
+        exchange: As in `SylvieStrategy`.
+        loss_reduction: Likewise.
+        debug: Likewise.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        halo: Halo,
+        transports: Sequence[Transport],
+        *,
+        exchange: Exchange,
+        loss_reduction: LossReduction,
+        debug: bool,
+    ) -> None:
+        self._module, self._transports = module, transports
+        self._sums = transports[1]
+        self._reduction, self._checking = loss_reduction, debug
+        self.attachment = Attachment(module, halo, exchange=exchange)
+        self.log = StepLog(module, self._sums)
+        module.log = self.log  # type: ignore[method-assign]
+        self._reducer: GradientReducer | None = None
+        self._shard: Shard | None = None
+        self._share = 1.0
+        self._lacking: dict[int, bool] = {}
+
+    def detach(self) -> None:
+        """Gives the module its own layers and its own `log` back."""
+        self.attachment.detach()
+        self._module.__dict__.pop("log", None)
+
+    def prepare_gradients(self) -> None:
+        """Makes room for the sums of gradients; when the parameters have their sizes and device."""
+        self._reducer = GradientReducer(self._module.parameters(), self._sums)
+
+    def train(self, step: Callable[[], Any], batch: Any, shard: Shard) -> Any:
+        """The output of a training step, with the loss of the whole graph as its loss's value."""
+        self._shard = shard
+        with self._using(shard, "training"):
+            self._share = loss_share(self._reduction, batch, shard, self._sums)
+            output = step()
+            loss: Any = output.get("loss") if isinstance(output, dict) else output
+            value = self.log.flush(loss, self._share)
+        if value is None:
+            return output
+        loss = as_global(loss, value)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def evaluate(self, step: Callable[[], Any], stage: str, shard: Shard) -> Any:
+        """The output of a step without gradients."""
+        with self._using(shard, stage):
+            output = step()
+            if stage != "predicting":
+                self.log.flush(None, 0.0)
+        return output
+
+    def backward(self, loss: Tensor, backward: Callable[[Tensor], None]) -> None:
+        """Backward of this rank's share, then the sum of all gradients over the ranks.
+
+        The share is scaled up by the number of ranks and the sum down by it, so gradients that an
+        earlier backward of the same step has summed already stay as they are. Hooks after backward
+        and clipping see the gradients of the whole graph.
+        """
+        assert self._shard is not None
+        assert self._reducer is not None
+        num_ranks = self._sums.num_ranks
+        halo, epoch = self.attachment.halo, self._module.trainer.global_step
+        with self._failing_together(), halo.using(self._shard, epoch=epoch):
+            scaled = loss * (self._share * num_ranks)
+            if not self._share:
+                silence(scaled)
+            backward(scaled)
+            self._reducer.reduce(scale=1.0 / num_ranks)
+
+    @contextmanager
+    def _using(self, shard: Shard, stage: str) -> Iterator[None]:
+        halo, epoch = self.attachment.halo, self._module.trainer.global_step
+        exact = stage != "training"
+        if id(shard) not in self._lacking:
+            self._lacking[id(shard)] = _lacks_rows(shard)
+        lacking = taking_no_rows(self._module) if self._lacking[id(shard)] else nullcontext()
+        with (
+            halo.using(shard, epoch=epoch, exact=exact, checking=self._checking),
+            self.log.step(stage, shard),
+            lacking,
+            self._failing_together(),
+        ):
+            yield
+        self._checking = False
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Tells the others of an error at once: a callback's `on_exception` may wait for them."""
+        try:
+            yield
+        except Exception as error:
+            end_all(self._transports, error)
+            raise
+
+
+def _lacks_rows(shard: Shard) -> bool:
+    """Whether this rank has no row for one of the graph's masks."""
+    counts = ((name, count) for name, count in shard.mask_counts.items() if name in shard.node)
+    return any(count and not bool(shard.node[name].any()) for name, count in counts)

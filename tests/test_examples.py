@@ -1,0 +1,120 @@
+"""Every example and benchmark runs, with small arguments, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Runs an example in an empty folder, with a cache of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / arguments[0]), *arguments[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_demo_compares_one_process_with_two_and_says_nothing_else(tmp_path: Path) -> None:
+    done = run(tmp_path, "demo.py", "--epochs", "4")
+    rows = [line for line in done.stdout.splitlines() if "process" in line]
+    assert [row.split("process")[0].strip() for row in rows] == ["one", "2"]
+    bars = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip()]
+    assert all("process" in line and "epoch" in line for line in bars), done.stderr
+    assert any("train_loss=" in line for line in bars)
+    assert list(tmp_path.glob("lightning_logs/demo/version_0/events.out.tfevents.*"))
+    assert list(tmp_path.glob("cache/lightning_sylvie/parts/*"))
+
+
+def test_demo_takes_a_saved_graph_with_several_labels_per_node(tmp_path: Path) -> None:
+    edges = torch.randint(60, (2, 300))
+    graph = Data(x=torch.rand(60, 5), edge_index=edges, y=(torch.rand(60, 3) < 0.5).float())
+    torch.save(graph, tmp_path / "graph.pt")
+    done = run(tmp_path, "demo.py", "--epochs", "2", "--dataset", "graph.pt")
+    assert "60 nodes, 300 edges, 5 features" in done.stdout
+
+
+def test_demo_takes_a_dataset_by_name(tmp_path: Path, data_root: Path) -> None:
+    done = run(tmp_path, "demo.py", "--epochs", "2", "--hidden", "8", "--dataset", "computers")
+    assert "13752 nodes, 491722 edges, 767 features" in done.stdout
+
+
+def test_demo_names_datasets_when_it_does_not_know_one(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"expected a file or a dataset, such as .*Photo"):
+        run(tmp_path, "demo.py", "--dataset", "Fotos")
+
+
+def test_own_module_on_one_device(tmp_path: Path) -> None:
+    done = run(tmp_path, "bring_your_own_module.py", "--epochs", "2")
+    assert "test accuracy of the gathered predictions" in done.stdout
+
+
+def test_own_module_under_torchrun(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(
+        tmp_path, "bring_your_own_module.py", "--epochs", "2", "--devices", "2", launcher=launcher
+    )
+    assert done.stdout.count("test accuracy of the gathered predictions") == 1
+
+
+def test_inductive(tmp_path: Path) -> None:
+    assert (
+        "test accuracy on the whole graph" in run(tmp_path, "inductive.py", "--epochs", "2").stdout
+    )
+
+
+def test_overhead_benchmark(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = run(
+        tmp_path,
+        "benchmarks/overhead/main.py",
+        "--epochs",
+        "150",
+        "--rounds",
+        "1",
+        "--results",
+        str(results),
+    )
+    assert "times everything off" in done.stdout
+    assert set(json.loads(results.read_text())) == {"linear", "GraphSAGE"}
+
+
+def test_compute_benchmark(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = run(
+        tmp_path, "benchmarks/compute/main.py", "--dataset", "", "--epochs", "1", "--rounds", "1",
+        "--ranks", "2", "--results", str(results),
+    )  # fmt: skip
+    assert "GCN: one rank no slower than PyG" in done.stdout
+    ranks = json.loads(results.read_text())["GCN"]["2 ranks"]
+    assert (ranks["owned"], ranks["edges"]) == (8000, 96000)
+
+
+def test_accuracy_benchmark_goes_on_where_it_stopped(tmp_path: Path, data_root: Path) -> None:
+    results = tmp_path / "results.json"
+    command = (
+        "benchmarks/accuracy/main.py", "--graphs", "PubMed", "--seeds", "0", "--ranks", "2",
+        "--epochs", "2", "--results", str(results),
+    )  # fmt: skip
+    assert "| PubMed |" in run(tmp_path, *command).stdout
+    kept = json.loads(results.read_text())
+    kept["PubMed, seed 0, 1 ranks"]["test"] = 0.1234
+    results.write_text(json.dumps(kept))
+    assert "PubMed, seed 0, 1 ranks: test 12.34 %" in run(tmp_path, *command).stdout
