@@ -1,4 +1,4 @@
-"""Contracts of the rotated ops: the same bytes on every path, unbiased, errors as the theory says."""
+"""Contracts of the rotated ops: the same bytes on every path, unbiased, errors as in theory."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_unbiased(kind: str, width: int) -> None:
 
 @pytest.mark.parametrize(("width", "limit"), [(64, 0.03), (256, 0.02), (602, 0.02)])
 def test_bias_of_sparse_rows_is_small(width: int, limit: float) -> None:
-    """After one rotation round the mean is off by 6 % at width 64 and 4 % at 256; so there are two."""
+    """After one rotation round it is 6 % at width 64 and 4 % at 256; so there are two."""
     torch.manual_seed(width)
     row = torch.randn(1, width) * (torch.arange(width) % 20 == 7)
     num_draws = 8000

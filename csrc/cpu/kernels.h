@@ -71,6 +71,7 @@ MinmaxKernels<Value> minmax_kernels(int bits) {
 #if defined(__x86_64__)
   switch (chosen_isa()) {
     case Isa::kAvx512:
+      return avx512::minmax_kernels<Value>(bits);
     case Isa::kAvx2:
       return avx2::minmax_kernels<Value>(bits);
     case Isa::kScalar:
@@ -85,6 +86,7 @@ RotateKernels<Value> rotate_kernels() {
 #if defined(__x86_64__)
   switch (chosen_isa()) {
     case Isa::kAvx512:
+      return avx512::rotate_kernels<Value>();
     case Isa::kAvx2:
       return avx2::rotate_kernels<Value>();
     case Isa::kScalar:
