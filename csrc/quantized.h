@@ -35,8 +35,7 @@ inline void check_bits(int64_t bits) {
 }
 
 // int64 (num_entries,), beside the rows.
-inline const int64_t* check_entries(const Tensor& entries, const char* name, int64_t num_entries,
-                                    const Tensor& rows) {
+inline const int64_t* check_entries(const Tensor& entries, const char* name, int64_t num_entries, const Tensor& rows) {
   SYLVIE_CHECK(entries.dim() == 1 && entries.is_contiguous() && entries.scalar_type() == ScalarType::Long, name,
                ": expected contiguous int64 (k,)");
   SYLVIE_CHECK(entries.size(0) == num_entries, name, ": expected ", num_entries, " entries, got ", entries.size(0));

@@ -26,9 +26,58 @@ constexpr uint32_t kScaleNoise = 0x40000000u;
 // In place of the first scale, which is never negative: a row of one value.
 constexpr uint16_t kConstantMark = 0x8000u;
 
-SYLVIE_HOST_DEVICE int64_t first_rotation_size(int64_t width) {
+SYLVIE_HOST_DEVICE int log2_of(int64_t power) {
+  int exponent = 0;
+  for (; power > 1; power /= 2) {
+    ++exponent;
+  }
+  return exponent;
+}
+
+SYLVIE_HOST_DEVICE float power_of_two(int exponent) {
+  return bit_cast<float>(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
+// How rows of one width are rotated and written: worked out once for all of them.
+struct Rotation {
+  int64_t width;
+  int64_t num_codes;     // bytes
+  int64_t num_scales;    // as many as pieces of the second round
+  int64_t record_bytes;  // codes, scales, and the mean unless the row is narrow
+  bool has_mean;
+  int64_t size[2];     // values in a piece of each round
+  int64_t whole[2];    // values in its whole pieces; if they do not cover the row there is a last piece
+  float factor[2];     // what multiplies its values, beside the signs
+  float scale_factor;  // what multiplies a scale that is written
+  float code_factor;   // what multiplies a scale that is read
+};
+
+// The factor 1 / sqrt(size) makes a round orthonormal. Where whole pieces cover the row all values grow alike, and the
+// scale takes the factors of the round and of its inverse: half where it is written and half where it is read, which
+// keeps it within the values' own range.
+SYLVIE_HOST_DEVICE Rotation make_rotation(int64_t width) {
+  Rotation rotation{};
+  rotation.width = width;
+  rotation.num_codes = code_bytes(width, 1);
+  rotation.num_scales = num_scales(width);
+  rotation.record_bytes = rotated_bytes(width);
+  rotation.has_mean = !is_narrow(width);
   const int64_t size = rotation_size(width);
-  return size < kBlock ? size : kBlock;
+  int left_to_scale = 0;
+  for (int round = 0; round < 2; ++round) {
+    rotation.size[round] = round == 0 && size > kBlock ? kBlock : size;
+    rotation.whole[round] = width / rotation.size[round] * rotation.size[round];
+    rotation.factor[round] = 1.0f;
+    const int exponent = log2_of(rotation.size[round]);
+    if (rotation.whole[round] == width) {
+      left_to_scale += exponent;
+    } else {
+      rotation.factor[round] = power_of_two(-(exponent / 2)) * (exponent % 2 == 0 ? 1.0f : 0.70710678f);
+    }
+  }
+  rotation.scale_factor = power_of_two(-((left_to_scale + 1) / 2));
+  rotation.code_factor = power_of_two(-(left_to_scale / 2));
+  return rotation;
 }
 
 // The values begin..begin+size that share a scale. The last piece takes its share first.
@@ -37,23 +86,14 @@ struct Piece {
   int64_t size;
 };
 
-SYLVIE_HOST_DEVICE Piece piece_of(int64_t width, int64_t number) {
-  const int64_t size = rotation_size(width);
-  const int64_t last = width - size;
-  if (number == num_scales(width) - 1) {
+SYLVIE_HOST_DEVICE Piece piece_of(const Rotation& rotation, int64_t number) {
+  const int64_t size = rotation.size[1];
+  const int64_t last = rotation.width - size;
+  if (number == rotation.num_scales - 1) {
     return {last, size};
   }
   const int64_t begin = number * size;
   return {begin, begin + size < last ? size : last - begin};
-}
-
-// 1 / sqrt(size) for a power of two, without a root.
-SYLVIE_HOST_DEVICE float rotation_factor(int64_t size) {
-  float factor = 1.0f;
-  for (; size >= 4; size /= 4) {
-    factor *= 0.5f;
-  }
-  return size == 2 ? factor * 0.70710678f : factor;
 }
 
 // A power of two that brings the largest absolute value, given by its bits, to 1..4: squares stay within float.
@@ -63,25 +103,30 @@ SYLVIE_HOST_DEVICE float normalizer(uint32_t largest) {
 }
 
 // What is subtracted from the row: its mean in bf16, or 0 if the sum left float.
-SYLVIE_HOST_DEVICE float sent_mean(float sum, int64_t width) {
-  if (is_narrow(width) || !is_finite(sum)) {
+SYLVIE_HOST_DEVICE float sent_mean(float sum, const Rotation& rotation) {
+  if (!rotation.has_mean || !is_finite(sum)) {
     return 0.0f;
   }
   BFloat16 mean;
-  narrow(sum / static_cast<float>(width), mean);
+  narrow(sum / static_cast<float>(rotation.width), mean);
   return widen(mean);
 }
 
-// The size of all values of a piece whose rotated, normalized values have these sums. Unbiased: the decoded piece has
-// the original's projection on it. Least error: the mean size. To bf16 by stochastic rounding, which keeps it unbiased.
+// The scale of a piece whose rotated, normalized values have these sums. Unbiased: the decoded piece has the original's
+// projection on it. Least error: the mean size. To bf16 by stochastic rounding, which keeps it unbiased.
 SYLVIE_HOST_DEVICE float sent_scale(float sum_of_sizes, float sum_of_squares, int64_t size, bool unbiased, float normal,
-                                    uint32_t noise) {
+                                    const Rotation& rotation, uint32_t noise) {
   if (!(sum_of_sizes > 0.0f)) {
     return sum_of_sizes;  // 0 or NaN
   }
   const float scale = unbiased ? sum_of_squares / sum_of_sizes : sum_of_sizes / static_cast<float>(size);
-  const float sent = scale / normal;
+  const float sent = scale * rotation.scale_factor / normal;
   return is_finite(sent) ? bit_cast<float>((bit_cast<uint32_t>(sent) + (noise >> 16)) & 0xffff0000u) : sent;
+}
+
+// The size of a piece's codes.
+SYLVIE_HOST_DEVICE float size_of(uint16_t scale, const Rotation& rotation) {
+  return widen(BFloat16{scale}) * rotation.code_factor;
 }
 
 }  // namespace sylvie

@@ -7,6 +7,9 @@
 
 #if defined(__CUDACC__)
 #define SYLVIE_HOST_DEVICE __host__ __device__ inline
+#elif defined(__GNUC__)
+// Always inlined: the code is compiled for the instruction set of the kernel around it.
+#define SYLVIE_HOST_DEVICE __attribute__((always_inline)) inline
 #else
 #define SYLVIE_HOST_DEVICE inline
 #endif

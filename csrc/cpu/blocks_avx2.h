@@ -241,17 +241,27 @@ SYLVIE_INLINE Block absolute(const Block& a) {
   return sizes;
 }
 
-// The value, negative where a bit is set.
-SYLVIE_INLINE Block signed_block(uint32_t word, float value) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+// The values times a factor, with the sign turned where a bit is set; lane is the bit of the first value.
+SYLVIE_INLINE Vector signed_vector(Vector a, uint32_t word, int lane, float factor) {
+  const __m256i lanes = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+  const __m256i shifted =
+      _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(word)), _mm256_sub_epi32(lanes, _mm256_set1_epi32(lane)));
+  const Vector signs = _mm256_and_ps(_mm256_castsi256_ps(shifted), _mm256_set1_ps(-0.0f));
+  return factor == 1.0f ? _mm256_xor_ps(a, signs) : _mm256_mul_ps(a, _mm256_xor_ps(_mm256_set1_ps(factor), signs));
+}
+SYLVIE_INLINE Block signed_block(const Block& a, uint32_t word, float factor) {
   Block block;
   for (int i = 0; i < kVectors; ++i) {
-    const __m256i shift = _mm256_sub_epi32(_mm256_set1_epi32(31 - kLanes * i), lanes);
-    const __m256i shifted = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shift);
-    const Vector signs = _mm256_and_ps(_mm256_castsi256_ps(shifted), _mm256_set1_ps(-0.0f));
-    block.part[i] = _mm256_xor_ps(_mm256_set1_ps(value), signs);
+    block.part[i] = signed_vector(a.part[i], word, kLanes * i, factor);
   }
   return block;
+}
+
+constexpr int kWordsAtOnce = 8;
+SYLVIE_INLINE void random_words(RowKey key, uint32_t counter, uint32_t* words) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i counters = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(counter)), lanes);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), random_vector(key, counters));
 }
 
 SYLVIE_INLINE uint32_t sign_bits(const Block& block) {

@@ -121,14 +121,20 @@ inline Block absolute(const Block& a) {
   return sizes;
 }
 
-// The value, negative where a bit is set.
-inline Block signed_block(uint32_t word, float value) {
+// The values times a factor, with the sign turned where a bit is set.
+inline Block signed_block(const Block& a, uint32_t word, float factor) {
   Block block;
   for (int i = 0; i < kBlock; ++i) {
-    block.values[i] = word >> i & 1u ? -value : value;
+    block.values[i] = a.values[i] * ((word >> i & 1u) != 0u ? -factor : factor);
   }
   return block;
 }
+inline Vector signed_vector(Vector a, uint32_t word, int lane, float factor) {
+  return a * ((word >> lane & 1u) != 0u ? -factor : factor);
+}
+
+constexpr int kWordsAtOnce = 1;
+inline void random_words(RowKey key, uint32_t counter, uint32_t* words) { *words = random_bits(key, counter); }
 
 inline uint32_t sign_bits(const Block& block) {
   uint32_t word = 0;

@@ -1,6 +1,7 @@
 // Which instruction set this processor has.
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "checks.h"
 #include "cpu/kernels.h"
@@ -10,10 +11,11 @@ namespace {
 
 bool has(Isa isa) {
 #if defined(__x86_64__)
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   switch (isa) {
     case Isa::kAvx512:
-      return false && has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     case Isa::kAvx2:
       return has_avx2;

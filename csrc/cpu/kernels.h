@@ -5,6 +5,7 @@
 
 #include "core/format.h"
 #include "core/noise.h"
+#include "core/rotate.h"
 #include "core/rows.h"
 
 namespace sylvie {
@@ -22,14 +23,19 @@ struct MinmaxKernels {
 // As above; `space` holds rotation_space(width) floats.
 template <typename Value>
 struct RotateKernels {
-  bool (*quantize)(const Value* row, int64_t width, RowKey key, bool unbiased, uint8_t* record, float* space,
+  bool (*quantize)(const Rotation& rotation, const Value* row, RowKey key, bool unbiased, uint8_t* record, float* space,
                    const Value* next);
-  void (*dequantize)(const uint8_t* record, int64_t width, RowKey key, Value* row, float* space, const Value* next);
-  void (*dequantize_add)(const uint8_t* record, int64_t width, RowKey key, Value* row, float* space,
+  void (*dequantize)(const Rotation& rotation, const uint8_t* record, RowKey key, Value* row, float* space,
+                     const Value* next);
+  void (*dequantize_add)(const Rotation& rotation, const uint8_t* record, RowKey key, Value* row, float* space,
                          const Value* next);
 };
 
-inline int64_t rotation_space(int64_t width) { return (width + kBlock - 1) / kBlock * kBlock; }
+// Values of the row, then the words of random signs; see rotate_rows.h.
+constexpr int64_t kWordBlock = 16;  // words are made a vector at a time
+inline int64_t padded_width(int64_t width) { return (width + kBlock - 1) / kBlock * kBlock; }
+inline int64_t num_sign_words(int64_t width) { return (width / kBlock / kWordBlock + 1) * kWordBlock; }
+inline int64_t rotation_space(int64_t width) { return padded_width(width) + 2 * (num_sign_words(width) + kWordBlock); }
 
 namespace scalar {
 template <typename Value>
@@ -65,6 +71,7 @@ MinmaxKernels<Value> minmax_kernels(int bits) {
 #if defined(__x86_64__)
   switch (chosen_isa()) {
     case Isa::kAvx512:
+      return avx512::minmax_kernels<Value>(bits);
     case Isa::kAvx2:
       return avx2::minmax_kernels<Value>(bits);
     case Isa::kScalar:
@@ -79,6 +86,7 @@ RotateKernels<Value> rotate_kernels() {
 #if defined(__x86_64__)
   switch (chosen_isa()) {
     case Isa::kAvx512:
+      return avx512::rotate_kernels<Value>();
     case Isa::kAvx2:
       return avx2::rotate_kernels<Value>();
     case Isa::kScalar:

@@ -27,6 +27,7 @@ void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index
   if (layout.is_empty()) {
     return;
   }
+  const Rotation rotation = make_rotation(layout.width);
   auto* const records = static_cast<uint8_t*>(message.mutable_data_ptr()) + offset;
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
@@ -35,7 +36,7 @@ void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index
     quantize_each(layout, entries, bad, [&] {
       return
           [&, space = std::vector<float>(rotation_space(layout.width))](int64_t k, int64_t row, int64_t next) mutable {
-            return quantize(source + row * layout.width, layout.width, row_key(key, ids[k]), unbiased,
+            return quantize(rotation, source + row * layout.width, row_key(key, ids[k]), unbiased,
                             records + k * layout.stride, space.data(), source + next * layout.width);
           };
     });
@@ -49,6 +50,7 @@ void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor&
   if (layout.is_empty()) {
     return;
   }
+  const Rotation rotation = make_rotation(layout.width);
   const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
@@ -57,7 +59,7 @@ void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor&
     dequantize_each(layout, [&] {
       return
           [&, space = std::vector<float>(rotation_space(layout.width))](int64_t k, int64_t row, int64_t next) mutable {
-            dequantize(records + k * layout.stride, layout.width, row_key(key, ids[k]), target + row * layout.width,
+            dequantize(rotation, records + k * layout.stride, row_key(key, ids[k]), target + row * layout.width,
                        space.data(), target + next * layout.width);
           };
     });
@@ -73,6 +75,7 @@ void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Ten
   if (layout.is_empty()) {
     return;
   }
+  const Rotation rotation = make_rotation(layout.width);
   const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
@@ -81,8 +84,8 @@ void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Ten
     visit_groups(counts, entries, layout.num_rows, layout.row_bytes, [&] {
       return
           [&, space = std::vector<float>(rotation_space(layout.width))](int64_t k, int64_t row, int64_t next) mutable {
-            add(records + k * layout.stride, layout.width, row_key(key, ids[k]), target + row * layout.width,
-                space.data(), target + next * layout.width);
+            add(rotation, records + k * layout.stride, row_key(key, ids[k]), target + row * layout.width, space.data(),
+                target + next * layout.width);
           };
     });
   });

@@ -83,8 +83,7 @@ __global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* _
       if (has_levels && column < width) {
         code = code_of(widen(row[column]), grid, dither(row_noise, column), (1u << kBits) - 1u);
       }
-      write_codes<kBits>(code, team.lane, min(width - begin, static_cast<int64_t>(kBlock)),
-                         record + begin / 8 * kBits);
+      write_codes<kBits>(code, team.lane, min(width - begin, static_cast<int64_t>(kBlock)), record + begin / 8 * kBits);
     }
     team.sync();  // store_constant writes over the codes
     if (!team.is_first()) {

@@ -62,31 +62,34 @@ __device__ void multiply_signs(const AnyTeam& team, float* values, int64_t count
   team.sync();
 }
 
-// One round: random signs and transforms of pieces of `size` values. The whole pieces are one stretch of memory, and
-// so are the counters of their signs.
+// One round: random signs and transforms of its pieces. The whole pieces are one stretch of memory, and so are the
+// counters of their signs.
 template <typename AnyTeam>
-__device__ void rotate(const AnyTeam& team, float* values, int64_t width, int64_t size, RowKey key, uint32_t counter) {
-  const float factor = rotation_factor(size);
-  const int64_t whole = width / size * size;
-  multiply_signs(team, values, whole, key, counter, factor);
-  hadamard(team, values, whole, size);
-  if (whole < width) {
-    multiply_signs(team, values + width - size, size, key, counter + kLastPieceSigns, factor);
-    hadamard(team, values + width - size, size, size);
+__device__ void rotate(const AnyTeam& team, const Rotation& rotation, int round, RowKey key, float* values) {
+  const int64_t size = rotation.size[round];
+  const float factor = rotation.factor[round];
+  const uint32_t counter = static_cast<uint32_t>(round) * kRoundSigns;
+  multiply_signs(team, values, rotation.whole[round], key, counter, factor);
+  hadamard(team, values, rotation.whole[round], size);
+  if (rotation.whole[round] < rotation.width) {
+    float* const last = values + rotation.width - size;
+    multiply_signs(team, last, size, key, counter + kLastPieceSigns, factor);
+    hadamard(team, last, size, size);
   }
 }
 
 template <typename AnyTeam>
-__device__ void rotate_back(const AnyTeam& team, float* values, int64_t width, int64_t size, RowKey key,
-                            uint32_t counter) {
-  const float factor = rotation_factor(size);
-  const int64_t whole = width / size * size;
-  if (whole < width) {
-    hadamard(team, values + width - size, size, size);
-    multiply_signs(team, values + width - size, size, key, counter + kLastPieceSigns, factor);
+__device__ void rotate_back(const AnyTeam& team, const Rotation& rotation, int round, RowKey key, float* values) {
+  const int64_t size = rotation.size[round];
+  const float factor = rotation.factor[round];
+  const uint32_t counter = static_cast<uint32_t>(round) * kRoundSigns;
+  if (rotation.whole[round] < rotation.width) {
+    float* const last = values + rotation.width - size;
+    hadamard(team, last, size, size);
+    multiply_signs(team, last, size, key, counter + kLastPieceSigns, factor);
   }
-  hadamard(team, values, whole, size);
-  multiply_signs(team, values, whole, key, counter, factor);
+  hadamard(team, values, rotation.whole[round], size);
+  multiply_signs(team, values, rotation.whole[round], key, counter, factor);
 }
 
 // The sum of all lanes of a warp, in the shared order.
@@ -107,7 +110,8 @@ struct Row {
 
 // The row less its mean, normalized, in `values`.
 template <typename AnyTeam, typename Value>
-__device__ Row normalize(const AnyTeam& team, const Value* row, int64_t width, float* values) {
+__device__ Row normalize(const AnyTeam& team, const Rotation& rotation, const Value* row, float* values) {
+  const int64_t width = rotation.width;
   __shared__ uint32_t largest_space[kWarpsPerBlock];
   __shared__ int same_space[kWarpsPerBlock];
   __shared__ float sum_space[kWarpsPerBlock];
@@ -133,8 +137,8 @@ __device__ Row normalize(const AnyTeam& team, const Value* row, int64_t width, f
     }
   }
   team.sync();
-  const Row result{is_same != 0 && !is_narrow(width), largest < 0x7f800000u, sent_mean(sum_space[team.number], width),
-                   normalizer(largest)};
+  const Row result{is_same != 0 && rotation.has_mean, largest < 0x7f800000u,
+                   sent_mean(sum_space[team.number], rotation), normalizer(largest)};
   for (int64_t j = team.thread(); j < width; j += AnyTeam::kSize) {
     values[j] = (values[j] - result.mean) * result.normal;
   }
@@ -144,12 +148,12 @@ __device__ Row normalize(const AnyTeam& team, const Value* row, int64_t width, f
 
 // Writes the scale of every piece, a warp each. False if one is not finite.
 template <typename AnyTeam>
-__device__ bool write_scales(const AnyTeam& team, const float* values, int64_t width, RowKey key, bool unbiased,
-                             float normal, uint8_t* scales) {
+__device__ bool write_scales(const AnyTeam& team, const Rotation& rotation, const float* values, RowKey key,
+                             bool unbiased, float normal, uint8_t* scales) {
   __shared__ int space[kWarpsPerBlock];
   int is_good = 1;
-  for (int64_t number = team.warp; number < num_scales(width); number += AnyTeam::kSize / kBlock) {
-    const Piece piece = piece_of(width, number);
+  for (int64_t number = team.warp; number < rotation.num_scales; number += AnyTeam::kSize / kBlock) {
+    const Piece piece = piece_of(rotation, number);
     float sizes = 0.0f;
     float squares = 0.0f;
     for (int64_t j = team.lane; j < piece.size; j += kBlock) {
@@ -158,7 +162,7 @@ __device__ bool write_scales(const AnyTeam& team, const float* values, int64_t w
       squares += value * value;
     }
     const uint32_t noise = random_bits(key, kScaleNoise + static_cast<uint32_t>(number));
-    const float scale = sent_scale(lane_sum(sizes), lane_sum(squares), piece.size, unbiased, normal, noise);
+    const float scale = sent_scale(lane_sum(sizes), lane_sum(squares), piece.size, unbiased, normal, rotation, noise);
     is_good &= is_finite(scale) ? 1 : 0;
     if (team.lane == 0) {
       store16(scales + 2 * number, static_cast<uint16_t>(bit_cast<uint32_t>(scale) >> 16));
@@ -181,11 +185,11 @@ __device__ void write_signs(const AnyTeam& team, const float* values, int64_t wi
 
 // Codes of 0, then the same bf16 in place of scales and mean.
 template <typename AnyTeam>
-__device__ void fill_record(const AnyTeam& team, uint8_t* record, int64_t width, uint16_t side) {
-  for (int64_t j = team.thread(); j < code_bytes(width, 1); j += AnyTeam::kSize) {
+__device__ void fill_record(const AnyTeam& team, const Rotation& rotation, uint8_t* record, uint16_t side) {
+  for (int64_t j = team.thread(); j < rotation.num_codes; j += AnyTeam::kSize) {
     record[j] = 0;
   }
-  for (int64_t j = code_bytes(width, 1) + 2 * team.thread(); j < rotated_bytes(width); j += 2 * AnyTeam::kSize) {
+  for (int64_t j = rotation.num_codes + 2 * team.thread(); j < rotation.record_bytes; j += 2 * AnyTeam::kSize) {
     store16(record + j, side);
   }
   team.sync();
@@ -194,7 +198,8 @@ __device__ void fill_record(const AnyTeam& team, uint8_t* record, int64_t width,
 template <typename AnyTeam, typename Value>
 __global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* __restrict__ entries,
                                 const int64_t* __restrict__ ids, int64_t key, bool unbiased,
-                                uint8_t* __restrict__ records, int64_t* __restrict__ bad, Layout layout) {
+                                uint8_t* __restrict__ records, int64_t* __restrict__ bad, Layout layout,
+                                Rotation rotation) {
   extern __shared__ float space[];
   const AnyTeam team;
   const int64_t width = layout.width;
@@ -203,12 +208,12 @@ __global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* _
     const int64_t entry = entries == nullptr ? k : entries[k];
     check_row(entry, layout.num_rows);
     uint8_t* const record = records + k * layout.stride;
-    uint8_t* const scales = record + code_bytes(width, 1);
-    uint8_t* const mean = record + rotated_bytes(width) - 2;
+    uint8_t* const scales = record + rotation.num_codes;
+    uint8_t* const mean = record + rotation.record_bytes - 2;
     const RowKey row_noise = row_key(key, ids[k]);
-    const Row row = normalize(team, rows + entry * width, width, values);
+    const Row row = normalize(team, rotation, rows + entry * width, values);
     if (row.is_finite && row.is_constant) {
-      fill_record(team, record, width, 0);
+      fill_record(team, rotation, record, 0);
       if (team.is_first()) {
         const uint32_t bits = bit_cast<uint32_t>(widen(rows[entry * width]));
         store16(record, static_cast<uint16_t>(bits));
@@ -217,18 +222,18 @@ __global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* _
       }
       continue;
     }
-    rotate(team, values, width, first_rotation_size(width), row_noise, 0);
-    rotate(team, values, width, rotation_size(width), row_noise, kRoundSigns);
-    const bool has_scales = write_scales(team, values, width, row_noise, unbiased, row.normal, scales);
+    rotate(team, rotation, 0, row_noise, values);
+    rotate(team, rotation, 1, row_noise, values);
+    const bool has_scales = write_scales(team, rotation, values, row_noise, unbiased, row.normal, scales);
     if (!row.is_finite || !has_scales) {
-      fill_record(team, record, width, 0x7fc0u);
+      fill_record(team, rotation, record, 0x7fc0u);
       if (team.is_first()) {
         report_bad(bad, k);
       }
       continue;
     }
     write_signs(team, values, width, record);
-    if (team.is_first() && !is_narrow(width)) {
+    if (team.is_first() && rotation.has_mean) {
       store16(mean, static_cast<uint16_t>(bit_cast<uint32_t>(row.mean) >> 16));
     }
   }
@@ -236,8 +241,8 @@ __global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* _
 
 template <typename AnyTeam, typename Value, bool kAdd>
 __global__ void dequantize_kernel(const uint8_t* __restrict__ records, const int64_t* __restrict__ entries,
-                                  const int64_t* __restrict__ ids, int64_t key, Value* __restrict__ rows,
-                                  Layout layout) {
+                                  const int64_t* __restrict__ ids, int64_t key, Value* __restrict__ rows, Layout layout,
+                                  Rotation rotation) {
   extern __shared__ float space[];
   const AnyTeam team;
   const int64_t width = layout.width;
@@ -246,22 +251,22 @@ __global__ void dequantize_kernel(const uint8_t* __restrict__ records, const int
     const int64_t entry = entries == nullptr ? k : entries[k];
     check_row(entry, layout.num_rows);
     const uint8_t* const record = records + k * layout.stride;
-    const uint8_t* const scales = record + code_bytes(width, 1);
+    const uint8_t* const scales = record + rotation.num_codes;
     const RowKey row_noise = row_key(key, ids[k]);
-    const uint32_t upper = is_narrow(width) ? 0u : load16(record + rotated_bytes(width) - 2);
+    const uint32_t upper = rotation.has_mean ? load16(record + rotation.record_bytes - 2) : 0u;
     const bool is_constant = load16(scales) == kConstantMark;
     const float constant = bit_cast<float>(upper << 16 | (is_constant ? load16(record) : 0u));
     if (!is_constant) {
-      for (int64_t number = 0; number < num_scales(width); ++number) {
-        const Piece piece = piece_of(width, number);
-        const float scale = widen(BFloat16{load16(scales + 2 * number)});
+      for (int64_t number = 0; number < rotation.num_scales; ++number) {
+        const Piece piece = piece_of(rotation, number);
+        const float scale = size_of(load16(scales + 2 * number), rotation);
         for (int64_t j = piece.begin + team.thread(); j < piece.begin + piece.size; j += AnyTeam::kSize) {
           values[j] = (record[j / 8] >> j % 8 & 1) != 0 ? -scale : scale;
         }
       }
       team.sync();
-      rotate_back(team, values, width, rotation_size(width), row_noise, kRoundSigns);
-      rotate_back(team, values, width, first_rotation_size(width), row_noise, 0);
+      rotate_back(team, rotation, 1, row_noise, values);
+      rotate_back(team, rotation, 0, row_noise, values);
     }
     Value* const row = rows + entry * width;
     for (int64_t j = team.thread(); j < width; j += AnyTeam::kSize) {
@@ -303,7 +308,8 @@ void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index
       using AnyTeam = typename decltype(team)::Type;
       const auto kernel = quantize_kernel<AnyTeam, Value>;
       kernel<<<num_blocks<AnyTeam>(layout.num_entries), kThreadsPerBlock, shared_bytes<AnyTeam>(kernel, layout.width),
-               device.stream()>>>(source, entries, ids, key, unbiased, records, first_bad, layout);
+               device.stream()>>>(source, entries, ids, key, unbiased, records, first_bad, layout,
+                                  make_rotation(layout.width));
     });
   });
   SYLVIE_CUDA_CHECK(cudaGetLastError());
@@ -319,7 +325,7 @@ void launch_dequantize(const uint8_t* records, const int64_t* entries, const int
       using AnyTeam = typename decltype(team)::Type;
       const auto kernel = dequantize_kernel<AnyTeam, Value, kAdd>;
       kernel<<<num_blocks<AnyTeam>(layout.num_entries), kThreadsPerBlock, shared_bytes<AnyTeam>(kernel, layout.width),
-               stream>>>(records, entries, ids, key, target, layout);
+               stream>>>(records, entries, ids, key, target, layout, make_rotation(layout.width));
     });
   });
   SYLVIE_CUDA_CHECK(cudaGetLastError());

@@ -17,8 +17,8 @@ namespace sylvie {
 
 constexpr int kWarpsPerBlock = 8;
 constexpr int kThreadsPerBlock = kWarpsPerBlock * kBlock;
-constexpr int64_t kMaxGrid = 1 << 20;    // a grid-stride loop does the rest
-constexpr int64_t kWarpWidth = 1024;     // wider rows get a block each
+constexpr int64_t kMaxGrid = 1 << 20;  // a grid-stride loop does the rest
+constexpr int64_t kWarpWidth = 1024;   // wider rows get a block each
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <int kWarps>

@@ -95,8 +95,8 @@ def rotate_dequantize_add_rows(
 def rotate(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     """Rows ``(k, width)`` rotated in two rounds of pieces."""
     values = values.clone()
-    for begin, size, counter in _rotations(values.size(1)):
-        piece = values[:, begin : begin + size] * _signs(keys, size, counter)
+    for begin, size, counter, factor in _rotations(values.size(1)):
+        piece = values[:, begin : begin + size] * _signs(keys, size, counter, factor)
         values[:, begin : begin + size] = _hadamard(piece)
     return values
 
@@ -104,9 +104,9 @@ def rotate(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
 def rotate_back(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     """The inverse of `rotate`."""
     values = values.clone()
-    for begin, size, counter in reversed(_rotations(values.size(1))):
+    for begin, size, counter, factor in reversed(_rotations(values.size(1))):
         piece = _hadamard(values[:, begin : begin + size])
-        values[:, begin : begin + size] = piece * _signs(keys, size, counter)
+        values[:, begin : begin + size] = piece * _signs(keys, size, counter, factor)
     return values
 
 
@@ -118,15 +118,33 @@ def _rotation_size(width: int) -> int:
     return size
 
 
-def _rotations(width: int) -> list[tuple[int, int, int]]:
-    """First column, size and first counter of the signs of each transform, in order."""
-    steps, size = [], _rotation_size(width)
-    for size, start in [(min(size, _BLOCK), 0), (size, _ROUND_SIGNS)]:
+def _rounds(width: int) -> list[tuple[int, int]]:
+    """Size of the pieces of each round and its first counter."""
+    size = _rotation_size(width)
+    return [(min(size, _BLOCK), 0), (size, _ROUND_SIGNS)]
+
+
+def _rotations(width: int) -> list[tuple[int, int, int, float]]:
+    """First column, size, first counter of the signs and factor of each transform, in order.
+
+    The factor makes a round orthonormal, unless whole pieces cover the row: then all values grow
+    alike, and the scale takes it, see `_left_to_scale`.
+    """
+    steps = []
+    for size, start in _rounds(width):
+        exponent = size.bit_length() - 1
+        root = 2.0 ** -(exponent // 2) * (0.70710678 if exponent % 2 else 1.0)
+        factor = root if width % size else 1.0
         for begin in range(0, width - size + 1, size):
-            steps.append((begin, size, start + begin // _BLOCK))
+            steps.append((begin, size, start + begin // _BLOCK, factor))
         if width % size:
-            steps.append((width - size, size, start + _LAST_PIECE_SIGNS))
+            steps.append((width - size, size, start + _LAST_PIECE_SIGNS, factor))
     return steps
+
+
+def _left_to_scale(width: int) -> int:
+    """Half of this power of two is in the scale as it is written, half where it is read."""
+    return sum(size.bit_length() - 1 for size, _ in _rounds(width) if width % size == 0)
 
 
 def _pieces(width: int) -> list[tuple[int, int]]:
@@ -148,15 +166,13 @@ def _hadamard(values: Tensor) -> Tensor:
     return values
 
 
-def _signs(keys: tuple[Tensor, Tensor], size: int, counter: int) -> Tensor:
-    """Random signs ``(k, size)`` times ``1 / sqrt(size)``."""
+def _signs(keys: tuple[Tensor, Tensor], size: int, counter: int, factor: float) -> Tensor:
+    """Random signs ``(k, size)`` times a factor."""
     device = keys[0].device
     words = noise.random_bits(keys, counter + torch.arange(-(-size // _BLOCK), device=device))
     bits = words[:, :, None] >> torch.arange(_BLOCK, device=device) & 1
-    factor = 2.0 ** -(size.bit_length() // 2)  # an odd power of two needs a root
-    factor *= 1.0 if size.bit_length() % 2 else 2 * 0.70710678
-    factor = torch.tensor(factor, dtype=torch.float32, device=device)
-    return torch.where(bits.flatten(1)[:, :size] == 1, -factor, factor)
+    value = torch.tensor(factor, dtype=torch.float32, device=device)
+    return torch.where(bits.flatten(1)[:, :size] == 1, -value, value)
 
 
 def _normalizer(values: Tensor) -> Tensor:
@@ -175,12 +191,13 @@ def _sent_scales(
     rotated: Tensor, normal: Tensor, keys: tuple[Tensor, Tensor], unbiased: bool
 ) -> Tensor:
     """The size of all values of each piece, rounded to bf16 stochastically."""
-    scales = []
-    for begin, end in _pieces(rotated.size(1)):
+    scales, width = [], rotated.size(1)
+    shrink = 2.0 ** -((_left_to_scale(width) + 1) // 2)
+    for begin, end in _pieces(width):
         piece = rotated[:, begin:end]
         sizes = _lane_sum(piece.abs())
         best = _lane_sum(piece * piece) / sizes if unbiased else sizes / (end - begin)
-        scales.append(torch.where(sizes == 0, 0.0, best / normal))
+        scales.append(torch.where(sizes == 0, 0.0, best * shrink / normal))
     scale = torch.cat(scales, 1)
     counters = _SCALE_NOISE + torch.arange(scale.size(1), device=scale.device)
     words = float_bits(scale) + (noise.random_bits(keys, counters) >> 16)
@@ -226,7 +243,8 @@ def _decode(message: Tensor, offset: int, keys: tuple[Tensor, Tensor], width: in
     num_codes, pieces = (width + 7) // 8, _pieces(width)
     side = from_bf16_bytes(record[:, num_codes:])
     sizes = [end - begin for begin, end in pieces]
-    scale = side[:, : len(pieces)].repeat_interleave(
+    size = side[:, : len(pieces)] * 2.0 ** -(_left_to_scale(width) // 2)
+    scale = size.repeat_interleave(
         torch.tensor(sizes, device=side.device), dim=1, output_size=width
     )
     signs = unpack(record[:, :num_codes], width, 1)

@@ -89,7 +89,9 @@ class Workload:
         found: dict[str, Callable[[], object]] = {}
         if torch.get_num_threads() == 1:
             found["read-only pass"] = lambda: self.read(self.rows, self.index)
-        found["index_select"] = lambda: torch.index_select(self.rows, 0, self.index, out=self.output)
+        found["index_select"] = lambda: torch.index_select(
+            self.rows, 0, self.index, out=self.output
+        )
         for b in bits:
             found.update(self._minmax(b))
         found.update(self._rotated())
@@ -151,14 +153,14 @@ class Workload:
             "torch rotated: dequantize": lambda: rotate_reference.rotate_dequantize_rows(
                 rotated, 0, id, 1, 1, output
             ),
-            "embedding_bag_byte_prepack": lambda: (
-                torch.ops.quantized.embedding_bag_byte_prepack(selected)
+            "embedding_bag_byte_prepack": lambda: torch.ops.quantized.embedding_bag_byte_prepack(
+                selected
             ),
-            "embedding_bag_4bit_prepack": lambda: (
-                torch.ops.quantized.embedding_bag_4bit_prepack(selected)
+            "embedding_bag_4bit_prepack": lambda: torch.ops.quantized.embedding_bag_4bit_prepack(
+                selected
             ),
-            "embedding_bag_2bit_prepack": lambda: (
-                torch.ops.quantized.embedding_bag_2bit_prepack(selected)
+            "embedding_bag_2bit_prepack": lambda: torch.ops.quantized.embedding_bag_2bit_prepack(
+                selected
             ),
         }
 
@@ -185,7 +187,9 @@ RATIOS = [
 ]
 
 
-def report(workload: Workload, times: dict[str, float], threads: int, share: dict[str, int]) -> None:
+def report(
+    workload: Workload, times: dict[str, float], threads: int, share: dict[str, int]
+) -> None:
     width, size = workload.rows.size(1), workload.rows.element_size()
     for name, seconds in times.items():
         gigabytes = len(workload.index) * width * size / share.get(name, 1) / 1e9
