@@ -1,4 +1,4 @@
-"""Contracts of the min/max ops: the same bytes on every path, unbiased, bounded, exact where said."""
+"""Contracts of the min/max ops: the same bytes on every path, unbiased, bounded, exact in cases."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ def test_unbiased_with_a_variance_below_its_bound(kind: str, width: int, bits: i
     fraction = (row[0].double() - zero) / scale % 1
     deviation = scale * (fraction * (1 - fraction)).sqrt()
     error = (draws.mean(0) - row[0]).abs()
-    # A value almost on a level is rounded the other way a few times or never; 16-bit dithers and float32 have limits.
+    # A value almost on a level is rounded the other way a few times or never; 16-bit dithers and
+    # float32 have limits.
     few_events, resolution = 12 / num_draws, 2**-16
     assert (error <= 5 * deviation / num_draws**0.5 + scale * (few_events + resolution)).all()
     assert (draws.var(0) <= scale**2 / 4 * 1.001).all()
@@ -340,8 +341,8 @@ def test_quantize_rows_refuses(mistake: str) -> None:
 def test_an_index_outside_the_rows_is_an_error() -> None:
     rows, id = torch.randn(6, 40), torch.arange(3)
     message = torch.zeros(3, 9, dtype=torch.uint8)
+    bad = torch.tensor([0])
     with pytest.raises(RuntimeError, match=r"index\[1\]: expected 0..5, got 6"):
-        bad = torch.tensor([0])
         ops.quantize_rows(rows, torch.tensor([0, 6, 2]), id, 0, 1, message, 0, bad)
     with pytest.raises(RuntimeError, match="ascending and unique"):
         ops.dequantize_add_rows(message, 0, 1, torch.tensor([2, 1, 3]), [3], rows)

@@ -135,8 +135,8 @@ def _rotations(width: int) -> list[tuple[int, int, int, float]]:
         exponent = size.bit_length() - 1
         root = 2.0 ** -(exponent // 2) * (0.70710678 if exponent % 2 else 1.0)
         factor = root if width % size else 1.0
-        for begin in range(0, width - size + 1, size):
-            steps.append((begin, size, start + begin // _BLOCK, factor))
+        begins = range(0, width - size + 1, size)
+        steps += [(begin, size, start + begin // _BLOCK, factor) for begin in begins]
         if width % size:
             steps.append((width - size, size, start + _LAST_PIECE_SIGNS, factor))
     return steps
