@@ -258,16 +258,14 @@ def run_catalogue(configs: list[Config], assignments: list[Tensor]) -> Results:
     ]
     found: Results = {}
     try:
-        for entry in entries():
-            # Attached layers don't use the code that PyG generates for every class.
-            with mock.patch.object(MessagePassing, "_set_jittable_templates"):
+        # Attached layers don't use the code that PyG generates for every class.
+        with mock.patch.object(MessagePassing, "_set_jittable_templates"):
+            for entry in entries():
                 built = entry.build()
-            for config, shard in zip(configs, shards, strict=True):
-                if config.runs(entry):
-                    found[entry.name, config] = f"failed: {entry.name} in {config}"
-                    found[entry.name, config] = run_or_refuse(
-                        entry, built, shard, transport, config
-                    )
+                for config, shard in zip(configs, shards, strict=True):
+                    if config.runs(entry):
+                        key = entry.name, config
+                        found[key] = run_or_refuse(entry, built, shard, transport, config)
     except Exception as error:
         transport.report_failure(error)
         found[entry.name, config] = traceback.format_exc()
@@ -280,7 +278,7 @@ def results(num_ranks: int) -> list[Results]:
     """What every rank finds; the ranks are started once for all configurations."""
     configs = [config for config in (*MESSAGE, *INPUT) if config.num_ranks == num_ranks]
     assignments = [c.assignment(make_graph(directed=c.directed)) for c in configs]
-    return run_ranks(run_catalogue, num_ranks, configs, assignments, timeout=500)
+    return run_ranks(run_catalogue, num_ranks, configs, assignments, timeout=580)
 
 
 @functools.cache
@@ -302,6 +300,14 @@ def verdict(entry: Entry, config: Config) -> str:
         return "\n".join(sorted(reasons))
     whole = expected(entry, config.directed, config.steps)
     return compare(parts, whole) or "exact"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_whole_catalogue_runs(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        reasons = [value for value in found.values() if isinstance(value, str)]
+        failures = [reason for reason in reasons if not reason.startswith("refused")]
+        assert not failures, failures[0]
 
 
 ENTRIES = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)

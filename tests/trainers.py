@@ -256,7 +256,8 @@ def _all(cases: Sequence[Case], folder: str) -> list[Any]:
         try:
             values.append(case(Setting(num_ranks, place)))
         except Exception:
-            values.append(_Raised(traceback.format_exc()))
+            values.append(_Raised(f"{case.__name__}: {traceback.format_exc()}"))
+            print(values[-1].text, flush=True)  # for the report, if another rank hangs
     return values
 
 
