@@ -5,18 +5,24 @@ Every case is run by an ordinary single-device Trainer and by 1, 2 and 4 ranks; 
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
 from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningNodeData
+from torch_geometric.nn import GraphSAGE
 from trainers import (
     NUM_CLASSES,
+    NUM_FEATURES,
     OnRanks,
     Setting,
     UserModule,
@@ -34,15 +40,13 @@ RANKS = (1, 2, 4)
 
 
 def fit(
-    setting: Setting, module: Any = None, data: Any = None, **options: Any
+    setting: Setting, module: Any = None, train: Any = None, val: Any = None, **options: Any
 ) -> dict[str, Tensor]:
-    """Weights after ten epochs of a user's module, with validation."""
+    """Weights after ten epochs; of a user's module with validation, unless told otherwise."""
+    if train is None:
+        train, val = loader(), loader()
     module = UserModule() if module is None else module
-    train, val = (data, None) if data is not None else (loader(), loader())
-    if val is None:
-        setting.trainer(**options).fit(module, train)
-    else:
-        setting.trainer(**options).fit(module, train, val)
+    setting.trainer(**options).fit(module, train, val)
     return weights(module)
 
 
@@ -292,7 +296,7 @@ class PartlyUsed(UserModule):
     def loss(self, data: Data, mask: Tensor) -> Tensor:
         out = self.gnn(data.x, data.edge_index)
         number = data.get("n_id", torch.arange(len(mask)))
-        chosen = mask & (number == small_graph().train_mask.int().argmax())
+        chosen = mask & (number == small_graph().train_mask.nonzero()[0])
         if chosen.any():
             out = out + chosen[:, None] * self.sometimes
         return F.cross_entropy(out[mask], data.y[mask])
@@ -300,7 +304,7 @@ class PartlyUsed(UserModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
 
-    def on_train_end(self) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         assert self.never.grad is None
         assert self.sometimes.grad is not None
 
@@ -369,7 +373,124 @@ FLOW = [
     several_fits,
 ]
 
-on_ranks = OnRanks(*LOADERS, *LOSSES, *OPTIMISATION, *FLOW)
+# Precision, where rounding decides: equal to the precision's own error
+
+
+def in_bfloat16(setting: Setting) -> Any:
+    graph = small_graph(torch.bfloat16 if not setting.num_ranks else torch.float32)
+    return fit(setting, UserModule(), loader(graph), loader(graph), precision="bf16-true")
+
+
+def in_float32(setting: Setting) -> Any:
+    graph = small_graph(torch.float32)
+    return fit(setting, UserModule(), loader(graph), loader(graph), precision="32-true")
+
+
+def in_mixed_precision(setting: Setting) -> Any:
+    graph = small_graph(torch.float32)
+    return fit(setting, UserModule(), loader(graph), loader(graph), precision="bf16-mixed")
+
+
+ROUNDED = {in_float32: 1e-4, in_mixed_precision: 0.05, in_bfloat16: 0.1}
+
+
+# Seeds
+
+
+class Dropping(UserModule):
+    def __init__(self) -> None:
+        super().__init__(GraphSAGE(NUM_FEATURES, 8, 2, NUM_CLASSES, dropout=0.5))
+        self.masks: list[Tensor] = []
+
+    def on_train_start(self) -> None:
+        self.start = weights(self)
+
+    def training_step(self, data: Data, _: int) -> Any:
+        self.masks.append(F.dropout(torch.ones(64)))
+        return super().training_step(data, _)
+
+
+def seeded_differently(setting: Setting) -> Any:
+    """Weights at the start, and the masks of two fits; ranks built different models."""
+    torch.manual_seed(setting.rank)
+    module, trainer = Dropping(), setting.trainer(max_epochs=2)
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit(module, loader(), loader())
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader(), loader())
+    return module.start, module.masks
+
+
+def seeded_by_lightning(setting: Setting) -> Any:
+    found = []
+    for _ in range(2):
+        seed_everything(3, verbose=False)
+        module, trainer = Dropping(), setting.trainer(max_epochs=2)
+        trainer.fit(module, loader(), loader())
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(module, loader(), loader())
+        found.append((weights(module), module.masks))
+    return found
+
+
+# Collectives
+
+
+class Counting(UserModule):
+    """Counts calls of torch.distributed and of the strategy's transports in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[Counter[str]] = []
+
+    def on_train_epoch_start(self) -> None:
+        strategy = self.trainer.strategy
+        halo, sums = strategy.halo_transport, strategy.gradient_transport
+        now = Counter(CALLS, exchanges=halo.num_exchanges, own_sums=sums.num_all_reduces)
+        now["halo_sums"] = halo.num_all_reduces
+        self.epochs.append(now)
+
+
+CALLS: Counter[str] = Counter()
+NAMES = ("broadcast", "all_reduce", "all_gather", "barrier", "all_to_all_single", "reduce")
+
+
+def count_calls() -> None:
+    for name in (*NAMES, "gather", "scatter", "all_gather_into_tensor", "broadcast_object_list"):
+        setattr(dist, name, _counted(name, getattr(dist, name)))
+
+
+def _counted(name: str, call: Any) -> Any:
+    @functools.wraps(call)
+    def counted(*args: Any, **options: Any) -> Any:
+        CALLS[name] += 1
+        return call(*args, **options)
+
+    return counted
+
+
+def epochs_of(setting: Setting, module: Counting, **options: Any) -> list[dict[str, int]]:
+    """What each epoch but the first two adds; in those, names of values are agreed."""
+    setting.trainer(max_epochs=6, **options).fit(module, loader(), loader())
+    pairs = zip(module.epochs[2:], module.epochs[3:], strict=False)
+    return [dict(after - before) for before, after in pairs]
+
+
+def collectives(setting: Setting) -> Any:
+    count_calls()
+    return epochs_of(setting, Counting(), limit_val_batches=0), epochs_of(setting, Counting())
+
+
+on_ranks = OnRanks(
+    *LOADERS,
+    *LOSSES,
+    *OPTIMISATION,
+    *FLOW,
+    *ROUNDED,
+    seeded_differently,
+    seeded_by_lightning,
+    collectives,
+)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -380,9 +501,46 @@ def test_training_is_that_of_one_device(case: Any, num_ranks: int) -> None:
     assert_equal_runs(on_ranks(case, num_ranks), alone(case), 1e-7 if loose else 1e-10)
 
 
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("case", ROUNDED)
+def test_other_precisions_differ_by_their_rounding(case: Any, num_ranks: int) -> None:
+    assert_equal_runs(on_ranks(case, num_ranks), alone(case), ROUNDED[case])
+
+
 def test_validation_leaves_training_bit_equal() -> None:
     for with_it, without in zip(
         on_ranks(pyg_loader, 2), on_ranks(without_validation, 2), strict=True
     ):
         for name, value in with_it.items():
             assert torch.equal(value, without[name]), name
+
+
+def test_ranks_start_with_equal_weights_and_draw_other_dropout_masks() -> None:
+    """Whatever they were seeded with; also in a second fit, before which Lightning seeds again."""
+    (start, masks), (other_start, other_masks) = on_ranks(seeded_differently, 2)
+    assert_equal_runs([other_start], start, 0.0)
+    assert len(masks) == 3
+    for mask, other in zip(masks, other_masks, strict=True):
+        assert not torch.equal(mask, other)
+
+
+def test_a_seed_makes_a_run_reproducible() -> None:
+    by_rank = on_ranks(seeded_by_lightning, 2)
+    for (first, masks), (again, masks_again) in by_rank:
+        assert_equal_runs([again], first, 0.0)
+        assert all(map(torch.equal, masks, masks_again))
+    for mask, other in zip(by_rank[0][0][1], by_rank[1][0][1], strict=True):
+        assert not torch.equal(mask, other)
+
+
+def test_collectives_of_an_epoch() -> None:
+    """One sum of gradients, one of logged values, Lightning's broadcast, and the halo exchanges.
+
+    Three layers exchange three times forward. Backward the input needs no gradient: twice.
+    """
+    for training, with_validation in on_ranks(collectives, 2):
+        expected = {"broadcast": 1, "own_sums": 2, "exchanges": 5}
+        assert training == [expected] * len(training)
+        assert len(training) == 3
+        expected = {"broadcast": 1, "own_sums": 3, "exchanges": 8}
+        assert with_validation == [expected] * 3
