@@ -61,7 +61,7 @@ class SylvieModule(LightningModule):
         metrics: Iterable[str] | Metric | MetricCollection | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters("lr")
+        self.save_hyperparameters({"lr": lr})
         self.model = model
         self._optimizer, self._scheduler, self._loss = optimizer, scheduler, loss
         self._wanted = metrics if isinstance(metrics, (Metric, MetricCollection)) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -29,4 +30,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     cli = LightningCLI(Model, Graph, save_config_callback=None)
     strategy = cli.trainer.strategy
-    print(f"RESULT {cli.trainer.global_rank} of {cli.trainer.world_size}: {strategy!r}", flush=True)
+    line = f"RESULT {cli.trainer.global_rank} of {cli.trainer.world_size}: {strategy!r}\n"
+    os.write(1, line.encode())  # at once: ranks share the pipe
