@@ -41,9 +41,10 @@ INTRODUCTION = """\
 Made by `python tests/write_layer_table.py`; `tests/test_transparency.py` proves it and fails if
 this file says something else. "exact": outputs, loss, every gradient, buffers, the weights after
 Adam steps and outputs in evaluation mode equal those of one process to 1e-10 relative, in float64,
-on 1, 2 and 4 ranks, on a directed and an undirected graph, for METIS and random parts, parts
-without a common boundary, and a rank without training nodes. `message` and `input` are the values
-of `exchange`.
+on 1, 2 and 4 ranks, on a directed and an undirected graph with self loops, isolated nodes and
+duplicate edges, for METIS and random parts and a rank without training nodes; models also for parts
+without a common boundary and a rank without nodes. `message` and `input` are the values of
+`exchange`. D, H: input and output channels.
 """
 TOLERANCE = 1e-10
 INPUTS = ("x", "x_0", "hops")
@@ -330,6 +331,19 @@ def test_a_layer_with_the_exchange_at_its_input_equals_the_whole(entry: Entry) -
 
 def _shown(verdicts: dict[Config, str]) -> str:
     return "\n".join(f"{config}: {value}" for config, value in verdicts.items())
+
+
+@pytest.mark.parametrize("kind", ["outputs", "loss", "gradient of", "trained", "buffer"])
+def test_the_comparison_sees_what_is_off_by_a_billionth(kind: str) -> None:
+    entry = next(
+        entry for entry in entries() if entry.code == 'GIN(D, 10, 3, H, norm="batch_norm")'
+    )
+    whole = expected(entry, True, 2)
+    part = copy.deepcopy(whole) | {"node_id": {"": torch.arange(72)}}
+    assert compare([part], whole) == ""
+    name = next(iter(part[kind]))
+    part[kind][name] = part[kind][name] * (1 + 1e-9)
+    assert compare([part], whole).startswith(f"{kind} {name}".strip())
 
 
 def test_every_conv_and_norm_is_proven_or_refused() -> None:
