@@ -108,13 +108,27 @@ def whole_graph(loader: Iterable[Any]) -> Data:
     return first
 
 
-def find_shard(batch: Any) -> Shard | None:
-    """The shard of the first `ShardData` in a batch, which may be nested."""
+def shard_in(batch: Any) -> Shard:
+    """The shard of the first `ShardData` in a batch, which may be nested.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
+    shard = _find_shard(batch)
+    if shard is None:
+        raise RuntimeError(
+            "expected a batch with this rank's part, got none: a hook of the module or the data "
+            "module replaced the batch; change its fields instead"
+        )
+    return shard
+
+
+def _find_shard(batch: Any) -> Shard | None:
     if isinstance(batch, ShardData):
         return batch.shard
     parts = batch.values() if isinstance(batch, dict) else batch
     if isinstance(parts, (list, tuple)) or isinstance(batch, dict):
-        return next((found for part in parts if (found := find_shard(part)) is not None), None)
+        return next((found for part in parts if (found := _find_shard(part)) is not None), None)
     return None
 
 

@@ -63,27 +63,36 @@ class Placement:
         return self._placed[key]
 
     def gather(self, output: Any, shard: Shard) -> Any:
-        """`output` with every tensor of a row per owned node replaced by the whole graph's.
+        """`output` with every tensor of rows of this part's nodes replaced by the whole graph's.
 
-        Rows stand in the order of the graph's nodes. Every rank gets them.
+        A tensor has a row per owned node, or per owned node of one of the graph's masks, if its
+        length says so on every rank. Rows stand in the order of the graph's nodes. Every rank gets
+        them.
+
+        Raises:
+            ValueError: If the length fits several masks.
         """
+        nodes = {"all nodes": shard.node_id}
+        for name, mask in shard.node.items():
+            if mask.dtype == torch.bool and mask.dim() == 1:
+                nodes[name] = shard.node_id[mask]
         leaves, tree = tree_flatten(output)
-        per_node = [
-            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == shard.plan.num_owned
-            for leaf in leaves
+        fits = [
+            [n for n, ids in nodes.items() if isinstance(x, Tensor) and x.shape[:1] == ids.shape]
+            for x in leaves
         ]
-        # A tensor is per node if it is so on every rank; a small part can match by chance.
-        agreed = [
-            all(flags) for flags in zip(*self._transport.all_gather_object(per_node), strict=True)
-        ]
-        if not any(agreed):
-            return output
-        order = self._all_rows(shard.node_id).argsort()
-        whole = [
-            self._all_rows(leaf)[order] if rows else leaf
-            for leaf, rows in zip(leaves, agreed, strict=True)
-        ]
-        return tree_unflatten(whole, tree)
+        by_rank = self._transport.all_gather_object(fits)  # a small part can match by chance
+        for index, leaf in enumerate(leaves):
+            agreed = [name for name in nodes if all(name in found[index] for found in by_rank)]
+            if len(agreed) > 1 and agreed[0] != "all nodes" and self._transport.num_ranks > 1:
+                raise ValueError(
+                    f"expected predictions whose nodes are known, got as many rows as {agreed} "
+                    "have on every rank: return a row for each node, and select afterwards"
+                )
+            if agreed:
+                order = self._all_rows(nodes[agreed[0]]).argsort()
+                leaves[index] = self._all_rows(leaf)[order]
+        return tree_unflatten(leaves, tree)
 
     def _all_rows(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, in rank order."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_sylvie.attach import Exchange, wants_out_edges
-from lightning_sylvie.batch import OneBatch, ShardData, find_shard
+from lightning_sylvie.batch import OneBatch, ShardData, shard_in
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.lazy import first_loader, initialize, is_lazy
 from lightning_sylvie.loss import LossReduction
@@ -234,37 +234,27 @@ class SylvieStrategy(DDPStrategy):
         return shard
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        moved = tensor.to(self.root_device)
-        converted: Tensor = self.precision_plugin.convert_input(moved)
+        converted: Tensor = self.precision_plugin.convert_input(tensor.to(self.root_device))
         return converted
 
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = partial(super().training_step, *args, **kwargs)
-        return self.run.train(step, args[0], self._shard_of(args))
+        return self.run.train(step, args[0], shard_in(args))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         step = partial(super().validation_step, *args, **kwargs)
-        return self.run.evaluate(step, "validating", self._shard_of(args))
+        return self.run.evaluate(step, "validating", shard_in(args))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         step = partial(super().test_step, *args, **kwargs)
-        return self.run.evaluate(step, "testing", self._shard_of(args))
+        return self.run.evaluate(step, "testing", shard_in(args))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._placement is not None
-        step, shard = partial(super().predict_step, *args, **kwargs), self._shard_of(args)
+        step, shard = partial(super().predict_step, *args, **kwargs), shard_in(args)
         return self._placement.gather(self.run.evaluate(step, "predicting", shard), shard)
-
-    def _shard_of(self, args: Any) -> Shard:
-        shard = find_shard(args)
-        if shard is None:
-            raise RuntimeError(
-                "expected a batch with this rank's part, got none: a hook of the module or the "
-                "data module replaced the batch; change its fields instead"
-            )
-        return shard
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, after which gradients are those of the whole graph; see `Run.backward`."""
@@ -301,8 +291,7 @@ class SylvieStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
         for suffix, method in methods.items():
-            name = f"sylvie{suffix}"
-            if name not in strategy_registry:
+            if (name := f"sylvie{suffix}") not in strategy_registry:
                 description = f"Partition-parallel full-graph training, processes by {method!r}"
                 strategy_registry.register(name, cls, description, start_method=method)
 

@@ -25,7 +25,8 @@ def end_all(transports: Sequence[Transport], exception: BaseException) -> None:
 
     The other ranks may wait in an exchange or in a collective of Lightning's own (a barrier, the
     broadcast after every batch), which knows no reasons: an error that only says that a connection
-    is gone gets the reason in front. Safe to call twice.
+    is gone gets the reason in front. Safe to call twice. The processes then have no connections
+    left: they can't train together again, start them anew.
     """
     _leave_world()
     if is_echo(exception) and not isinstance(exception, PeerError) and transports:

@@ -161,17 +161,30 @@ def edge_features(setting: Setting) -> dict[str, Tensor]:
 class Outputs(UserModule):
     def predict_step(self, data: Data, _: int) -> Any:
         scores = self.gnn(data.x, data.edge_index)
-        return {"scores": scores, "rest": (scores.argmax(-1), scores > 0, "text", 7)}
+        tested = scores[data.test_mask].argmax(-1)
+        return {"scores": scores, "tested": tested, "rest": (scores[:, 0], scores > 0, "text", 7)}
 
 
 def predictions(setting: Setting) -> Any:
-    """A tensor from SylvieModule; a nested one from a user's `predict_step`."""
-    trainer = setting.trainer()
+    """A tensor from SylvieModule; a user's nested ones, one of them of the test nodes only."""
+    graph = small_graph()
+    partition = torch.arange(graph.num_nodes) % max(1, setting.num_ranks)
+    partition[graph.val_mask] = 0
+    trainer = setting.trainer(strategy={"partition": partition})
     (scores,) = trainer.predict(SylvieModule(small_gnn()), GraphDataModule(small_graph()))
     (nested,) = trainer.predict(Outputs(), loader())
     first, signs, *others = nested["rest"]
     assert others == ["text", 7]
-    return {"scores": scores, "nested": nested["scores"], "class": first, "signs": signs}
+    assert nested["tested"].shape == (int(small_graph().test_mask.sum()),)
+    return {"scores": scores, "tested": nested["tested"], "first": first, "signs": signs}
+
+
+def ambiguous_predictions(setting: Setting) -> None:
+    """As many validation as test nodes on every rank."""
+    graph = small_graph()
+    graph.val_mask = graph.test_mask.roll(setting.num_ranks)
+    parts = torch.arange(graph.num_nodes) % setting.num_ranks
+    setting.trainer(strategy={"partition": parts}).predict(Outputs(), loader(graph))
 
 
 def inductive(setting: Setting) -> dict[str, Any]:
@@ -227,7 +240,7 @@ def lazy_layers_called_by_the_user(setting: Setting) -> dict[str, Tensor]:
 RUNS = [optimizer_and_scheduler, edge_features, predictions, inductive, lazy_layers]
 RUNS += [lazy_layers_called_by_the_user]
 METRICS = [multiclass, multilabel, metrics_of_the_user, column_labels]
-on_ranks = OnRanks(*RUNS, *METRICS, lazy_layers_of_a_user)
+on_ranks = OnRanks(*RUNS, *METRICS, lazy_layers_of_a_user, ambiguous_predictions)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -249,6 +262,11 @@ def test_lazy_layers_of_another_module_are_refused_with_the_remedy() -> None:
     for text in on_ranks.raised(lazy_layers_of_a_user, 2):
         assert "expected parameters with a size, got gnn." in text
         assert "call the model once on the graph in configure_model" in text
+
+
+def test_predictions_of_nodes_that_are_not_known_are_refused() -> None:
+    for text in on_ranks.raised(ambiguous_predictions, 2):
+        assert "got as many rows as ['val_mask', 'test_mask'] have on every rank" in text
 
 
 def test_options_are_checked() -> None:

@@ -96,7 +96,12 @@ def sylvie_module(setting: Setting) -> Any:
     return fit(setting, SylvieModule(small_gnn()), GraphDataModule(small_graph()))
 
 
+def exchange_at_the_input(setting: Setting) -> Any:
+    return fit(setting, strategy={"exchange": "input", "debug": True})
+
+
 LOADERS = [
+    exchange_at_the_input,
     pyg_loader,
     loaders_of_the_module,
     collated_loader,
