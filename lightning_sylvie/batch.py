@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.data import BaseData
@@ -26,6 +27,12 @@ class ShardData(Data):  # type: ignore[misc]
     def shard(self) -> Shard:
         shard: Shard = self.__dict__["_shard"]
         return shard
+
+    def to(self, device: Any, *args: Any, **kwargs: Any) -> ShardData:
+        """Itself where it is there already, which Lightning asks for at every step."""
+        if torch.device(device) == self.shard.edge_index.device:
+            return self
+        return super().to(device, *args, **kwargs)  # type: ignore[no-any-return]
 
     @classmethod
     def of(cls, shard: Shard) -> ShardData:

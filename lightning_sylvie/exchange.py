@@ -104,6 +104,10 @@ class Halo:
         Returns:
             Each ``(num_rows, ...)``: owned rows, then halo rows in plan order.
         """
+        for tensor in tensors:
+            self._check(tensor, self.plan.num_owned, name)
+        if self.plan.num_ranks == 1 and not self.checking:
+            return tensors
         known = {id(t): extended for t in tensors if (extended := self._moved(t)) is not None}
         fresh = [t for t in tensors if id(t) not in known]
         if fresh:
@@ -143,8 +147,6 @@ class Halo:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _append(self, tensors: list[Tensor], exact: bool, name: str) -> tuple[Tensor, ...]:
-        for tensor in tensors:
-            self._check(tensor, self.plan.num_owned, name)
         self._slot += 1
         if self.checking:
             layout = [(tuple(t.shape[1:]), str(t.dtype), t.requires_grad) for t in tensors]

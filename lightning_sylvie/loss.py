@@ -16,13 +16,6 @@ from lightning_sylvie.transport import Transport
 LossReduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 
 
-def share_of(shard: Shard, mask: str | None) -> float:
-    """A part's share of the graph's marked nodes; of all its nodes if none is marked."""
-    if mask is None or not shard.mask_counts.get(mask):
-        return shard.plan.num_owned / shard.num_nodes
-    return int(shard.node[mask].sum()) / shard.mask_counts[mask]
-
-
 def loss_share(reduction: LossReduction, batch: Any, shard: Shard, transport: Transport) -> float:
     """What a rank's loss counts in the sum over ranks.
 
@@ -35,7 +28,7 @@ def loss_share(reduction: LossReduction, batch: Any, shard: Shard, transport: Tr
     if reduction == "sum":
         return 1.0
     if reduction == "mean":
-        return share_of(shard, "train_mask")
+        return shard.share("train_mask")
     assert callable(reduction)
     local = torch.as_tensor(reduction(batch), dtype=torch.float64)
     total = local.to(transport.device, copy=True)

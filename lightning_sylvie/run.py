@@ -95,7 +95,7 @@ class Run:
         num_ranks = self._sums.num_ranks
         halo, epoch = self.attachment.halo, self._module.trainer.global_step
         with self._failing_together(), halo.using(self._shard, epoch=epoch):
-            scaled = loss * (self._share * num_ranks)
+            scaled = loss if num_ranks == 1 else loss * (self._share * num_ranks)
             if not self._share:
                 silence(scaled)
             backward(scaled)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,6 +77,18 @@ class Shard:
                     f"expected edges from rows 0..{plan.num_rows - 1} to rows "
                     f"0..{plan.num_owned - 1} on rank {plan.rank}, got up to {source} and {target}"
                 )
+
+    def share(self, mask: str | None) -> float:
+        """This part's share of the graph's marked nodes; of all its nodes if none is marked."""
+        if mask not in self._shares:
+            counted = self.mask_counts.get(mask or "")
+            owned = int(self.node[mask].sum()) if mask and counted else self.plan.num_owned
+            self._shares[mask] = owned / (counted or self.num_nodes)
+        return self._shares[mask]
+
+    @cached_property
+    def _shares(self) -> dict[str | None, float]:
+        return {}  # found once: to read a mask's sum is to wait for the device
 
     def rows_in(self, other: Shard) -> Tensor:
         """The owned rows of `other` that hold this shard's owned nodes, int64 ``(num_owned,)``.

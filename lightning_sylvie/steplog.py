@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sylvie.loss import share_of
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.transport import Transport
 
@@ -21,6 +20,7 @@ MASKS = {"training": "train_mask", "validating": "val_mask", "testing": "test_ma
 ALREADY_GLOBAL = object()
 """`sync_dist_group` of values that are the same on all ranks: reducing them would be idle."""
 
+_GLOBAL = {"sync_dist": True, "sync_dist_group": ALREADY_GLOBAL}
 _ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
 
 
@@ -44,7 +44,8 @@ class StepLog:
     A mean over the marked nodes of a part counts as much as the part has of the graph's marked
     nodes. Which mask a mean belongs to is read from its name (``"val_acc"``: `val_mask`), else from
     the hook that logs it. All values of a step, and its loss, travel in one all-reduce. The ranks
-    agree on the names once; a rank that skips a value, as it has no node for it, is told it.
+    agree on the names once; a rank that skips a value, as it has no node for it, is told it. A
+    rank that is alone holds nothing back: its values are the graph's.
 
     Args:
         module: Whose `log` this one takes the place of.
@@ -53,12 +54,11 @@ class StepLog:
 
     def __init__(self, module: LightningModule, transport: Transport) -> None:
         self._module, self._log = module, module.log
-        self._transport = transport
+        self._transport, self._alone = transport, transport.num_ranks == 1
         self._stage: str | None = None
         self._shards: dict[str, Shard] = {}
         self._held: dict[str, _Entry] = {}
         self._agreed: dict[str, dict[str, tuple[torch.dtype, dict[str, Any]]]] = {}
-        self._shares: dict[tuple[int, str | None], float] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepLog:
         return self  # the ranks' connections are not copied with a module
@@ -79,18 +79,20 @@ class StepLog:
         options = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
         options["batch_size"] = options.get("batch_size") or 1
         single = isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
-        how = _reduction(options)
+        how, rank_zero_only = _reduction(options), options.get("rank_zero_only")
         if how in ("min", "max") and single:
             self._log(name, value, **{**options, "sync_dist": True})
-        elif how not in ("mean", "sum") or not single or options.get("rank_zero_only"):
+        elif how not in ("mean", "sum") or not single or rank_zero_only:
             self._log(name, value, **options)
+        elif self._alone:
+            self._log(name, value, **{**options, **_GLOBAL})
         elif self._stage is not None:
             self._held[name] = _Entry(torch.as_tensor(value).detach(), options)
         else:
             self._tell_now(name, _Entry(torch.as_tensor(value).detach(), options))
 
     def flush(self, loss: Tensor | None, share: float) -> Tensor | None:
-        """Logs what the step held back; returns the loss over all ranks.
+        """Logs what the step held back; returns the loss over all ranks, None if it is this one's.
 
         Args:
             loss: This rank's loss, or None.
@@ -99,6 +101,8 @@ class StepLog:
         Raises:
             RuntimeError: If some ranks have a loss and others none.
         """
+        if self._alone:
+            return None
         assert self._stage is not None
         held, self._held = self._held, {}
         agreed = self._agreed.setdefault(self._stage, {})
@@ -120,12 +124,6 @@ class StepLog:
                 options = {**options, **held[name].options} if name in held else options
                 self._tell(name, total, dtype, options)
         return None if loss is None else totals[-1, 0].to(loss)
-
-    def _share(self, shard: Shard, mask: str | None) -> float:
-        key = (id(shard), mask)
-        if key not in self._shares:
-            self._shares[key] = share_of(shard, mask)
-        return self._shares[key]
 
     def _sum(
         self, held: dict[str, _Entry], agreed: dict[str, Any], loss: Tensor | None, share: float
@@ -166,8 +164,7 @@ class StepLog:
 
     def _tell(self, name: str, total: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> None:
         value = total[0] if _reduction(options) == "sum" else total[0] / total[1]
-        options = {**options, "sync_dist": True, "sync_dist_group": ALREADY_GLOBAL}
-        self._log(name, value.to(self._module.device, dtype), **options)
+        self._log(name, value.to(self._module.device, dtype), **{**options, **_GLOBAL})
 
     def _weight(self, name: str, entry: _Entry) -> float:
         if _reduction(entry.options) == "sum":
@@ -176,7 +173,7 @@ class StepLog:
         shard = self._shards[self._stage]
         named = [f"{word}_mask" for word in re.split(r"[^a-zA-Z0-9]", name)]
         known = [mask for mask in (*named, MASKS.get(self._stage)) if mask in shard.mask_counts]
-        return self._share(shard, known[0] if known else None)
+        return shard.share(known[0] if known else None)
 
 
 def _reduction(options: dict[str, Any]) -> str:

@@ -146,6 +146,13 @@ class SylvieStrategy(DDPStrategy):
         if self.lightning_module is not None:
             allow_full_graph_loader(self.lightning_module.trainer)
 
+    def setup_distributed(self) -> None:
+        """One process needs no group, nor what Lightning asks of one at every step."""
+        if self.world_size > 1:
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+
     @property
     def halo_transport(self) -> Transport:
         """What halo rows travel on; `gradient_transport` is a group of its own."""
