@@ -18,13 +18,15 @@ import torch_geometric.nn as pyg_nn
 from catalogue import entries, make_graph
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn.conv import gcn_conv
 from torch_geometric.utils import add_self_loops, degree
 
 from lightning_sylvie.attach import REFUSED, Attachment, Exchange, RefusedLayerError
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.shard import Shard, cut
-from lightning_sylvie.transport import Loopback, connect
+from lightning_sylvie.transport import Loopback, Transport, connect
+from lightning_sylvie.transport.threads import run_threads
 
 GRAPH = make_graph(directed=True)
 X, EDGES = GRAPH.node["x"], GRAPH.edge_index
@@ -445,3 +447,38 @@ def test_ranks_with_different_hash_seeds_agree(tmp_path: Path) -> None:
     for rank in ranks:
         _, errors = rank.communicate(timeout=180)
         assert rank.returncode == 0, errors
+
+
+class Products(TorchDispatchMode):
+    """Counts the multiplications of every product of matrices, dense and sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = {"dense": 0, "sparse": 0}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op.overloadpacket.__name__ in ("mm", "addmm", "_sparse_addmm"):
+            left, right = args[-2:]
+            if left.layout == torch.sparse_csr:
+                self.num["sparse"] += left.values().numel() * right.shape[1]
+            else:
+                self.num["dense"] += left.numel() * right.shape[1]
+        return out
+
+
+@pytest.mark.parametrize("kind", [pyg_nn.GCN, pyg_nn.GraphSAGE, pyg_nn.GIN, pyg_nn.GAT])
+def test_ranks_multiply_together_what_one_rank_multiplies(kind: Any) -> None:
+    def products(transport: Transport) -> dict[str, int]:
+        assignment = torch.arange(GRAPH.num_nodes) % transport.num_ranks
+        shard = cut(GRAPH, assignment, transport.num_ranks)[transport.rank]
+        halo, module = Halo(transport), kind(X.shape[1], 16, num_layers=3, out_channels=4).double()
+        Attachment(module, halo).keep(shard)
+        with halo.using(shard), Products() as counted:
+            module(shard.node["x"], shard.edge_index).sum().backward()
+        return counted.num
+
+    (alone,), parts = run_threads(products, 1), run_threads(products, 4)
+    assert alone["dense"] > 0
+    assert (alone["sparse"] > 0) == (kind is not pyg_nn.GAT)
+    assert {name: sum(part[name] for part in parts) for name in alone} == alone

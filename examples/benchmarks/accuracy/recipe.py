@@ -26,10 +26,12 @@ class SparseGCN(L.LightningModule):
         num_features: Width of the dense `x`.
         hidden: Width between the layers.
         num_classes: Classes.
+        dropout: Of features and hidden rows.
     """
 
-    def __init__(self, num_features: int, hidden: int, num_classes: int) -> None:
+    def __init__(self, num_features: int, hidden: int, num_classes: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.weight = torch.nn.Parameter(torch.empty(num_features, hidden))
         torch.nn.init.xavier_uniform_(self.weight)
         self.conv1 = GCNConv(hidden, hidden)
@@ -40,9 +42,9 @@ class SparseGCN(L.LightningModule):
     def forward(self, data: Any) -> Tensor:
         if self._features is None:
             self._features = SparseRows(data.column, data.value, len(self.weight))
-        value = F.dropout(self._features.value, 0.5, self.training)
+        value = F.dropout(self._features.value, self.dropout, self.training)
         x = self._features.times(value, self.weight)
-        x = F.dropout(self.conv1(x, data.edge_index).relu(), 0.5, self.training)
+        x = F.dropout(self.conv1(x, data.edge_index).relu(), self.dropout, self.training)
         return self.conv2(x, data.edge_index)
 
     def training_step(self, data: Any, _: int) -> Tensor:
