@@ -44,11 +44,11 @@ class SylvieStrategy(DDPStrategy):
     agree to rounding, for every partition (spec: One epoch).
 
     Args:
-        bits: Bits per value on the wire: 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as they
-            are. Validation, test and prediction always exchange rows as they are.
+        bits: Bits per value on the wire: 0.5, 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as
+            they are. Validation, test and prediction always exchange rows as they are.
         mode: ``"sync"``: every layer waits for this epoch's halo rows.
-        quantizer: How rows are coded: ``"rotated"`` (1 bit), ``"minmax"`` (the paper's), ``"auto"``
-            (rotated at 1 bit, else minmax), or a `Quantizer`.
+        quantizer: How rows are coded: ``"rotated"`` (up to 2 bits), ``"minmax"`` (the paper's),
+            ``"centroid"``, ``"auto"`` (rotated where it can, else minmax), or a `Quantizer`.
         gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
         gradient_quantizer: How they are coded; None: as `quantizer`.
         exchange: ``"message"``: halo rows arrive where a layer reads its neighbours; ``"input"``:
@@ -75,10 +75,10 @@ class SylvieStrategy(DDPStrategy):
     def __init__(
         self,
         *,
-        bits: int = 32,
+        bits: float = 32,
         mode: Literal["sync"] = "sync",
         quantizer: str | Quantizer = "auto",
-        gradient_bits: int | None = None,
+        gradient_bits: float | None = None,
         gradient_quantizer: str | Quantizer | None = None,
         exchange: Exchange = "message",
         partition: str | Tensor | Partitioner = "metis",
