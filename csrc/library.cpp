@@ -14,10 +14,10 @@ STABLE_TORCH_LIBRARY(lightning_sylvie, m) {
       "()");
 
   m.def(
-      "rotate_quantize_rows(Tensor rows, Tensor? index, Tensor id, int key, int bits, bool unbiased, "
+      "rotate_quantize_rows(Tensor rows, Tensor? index, Tensor id, int key, float bits, bool unbiased, "
       "Tensor(a!) message, int offset, Tensor(b!) bad) -> ()");
-  m.def("rotate_dequantize_rows(Tensor message, int offset, Tensor id, int key, int bits, Tensor(a!) rows) -> ()");
+  m.def("rotate_dequantize_rows(Tensor message, int offset, Tensor id, int key, float bits, Tensor(a!) rows) -> ()");
   m.def(
-      "rotate_dequantize_add_rows(Tensor message, int offset, Tensor id, int key, int bits, Tensor index, "
+      "rotate_dequantize_add_rows(Tensor message, int offset, Tensor id, int key, float bits, Tensor index, "
       "int[] counts, Tensor(a!) rows) -> ()");
 }

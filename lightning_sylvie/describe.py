@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from lightning_sylvie.quantizer import choose
 from lightning_sylvie.shard import Shard
 
 BITS = (1, 2, 4, 8, 16, 32)
-_SIDE_BYTES = 4  # scale and zero, 16 bits each
-_NARROW = 16  # rows of fewer values travel in 16 bits
 
 
-def row_bytes(width: int, bits: int) -> int:
-    """Bytes of one exchanged row of `width` values: ceil(width * bits / 8), and below 16 bits 4
-    bytes of scale and zero. Rows narrower than 16 values take 16 bits per value at least."""
-    if width < _NARROW:
-        bits = max(bits, 16)
-    return -(-width * bits // 8) + (_SIDE_BYTES if bits < 16 else 0)
+def row_bytes(width: int, bits: float) -> int:
+    """Bytes of one exchanged row of `width` values, coded as `bits` alone say."""
+    return choose(bits).row_bytes(torch.empty(0, width))
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Description:
         ]
         return max(values) * len(values) / sum(values) if any(values) else 1.0
 
-    def bytes_per_epoch(self, part: int, bits: int) -> int:
+    def bytes_per_epoch(self, part: int, bits: float) -> int:
         """Bytes that a part sends in one training epoch with all exchanges done.
 
         Forward it sends its boundary entries, backward the gradients of its halo rows:
@@ -128,7 +125,7 @@ class Description:
     def _total(self, what: str) -> int:
         return sum(int(getattr(part, what)) for part in self.parts)
 
-    def _sent(self, bits: int) -> str:
+    def _sent(self, bits: float) -> str:
         return _human(sum(self.bytes_per_epoch(part, bits) for part in range(len(self.parts))))
 
 

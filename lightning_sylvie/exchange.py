@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_sylvie.constants import Constants
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Full, Quantizer
 from lightning_sylvie.route import Route, RowIds
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.transport import Transport, check_signature
+
+_log = logging.getLogger(__name__)
 
 
 class Halo:
@@ -28,6 +32,7 @@ class Halo:
         quantizer: How rows travel.
         gradient_quantizer: How their gradients travel; None: likewise.
         seed: Of the noise; the same on every rank.
+        keep_features: Move node tensors that never change once, as they are; see `keep`.
     """
 
     def __init__(
@@ -37,8 +42,10 @@ class Halo:
         gradient_quantizer: Quantizer | None = None,
         *,
         seed: int = 0,
+        keep_features: bool = True,
     ) -> None:
         self.transport = transport
+        self.constants = Constants() if keep_features else None
         self._quantizers = quantizer or Full(), gradient_quantizer or quantizer or Full()
         self._seed = seed
         self.checking = False
@@ -65,6 +72,21 @@ class Halo:
     @property
     def plan(self) -> HaloPlan:
         return self.shard.plan
+
+    def keep(self, shard: Shard) -> None:
+        """Declares the node tensors of `shard` constant, so their halo rows are moved once."""
+        if self.constants is not None and shard.plan.num_ranks > 1:
+            self.constants.keep(shard)
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a constant of the part in force, so that its halo rows are here."""
+        return self.constants is not None and self.constants.holds(self.shard, tensor)
+
+    def bits_per_value(self) -> float:
+        """What a value of a wide row takes on the wire, there and back, on average."""
+        rows = torch.empty(0, 256)
+        codes = (Full(),) if self._exact else self._quantizers
+        return sum(8 * code.row_bytes(rows) for code in codes) / len(codes) / rows.shape[1]
 
     @contextmanager
     def using(
@@ -94,7 +116,7 @@ class Halo:
 
         Backward adds the gradients of the halo rows to their owners' rows (spec: One epoch;
         Algorithms 1 and 2 of the paper, lines 10-13). Rows that the last call moved are not moved
-        again.
+        again, and constants (see `keep`) are moved once for good.
 
         Args:
             tensors: Each ``(num_owned, ...)``, of any type.
@@ -108,7 +130,7 @@ class Halo:
             self._check(tensor, self.plan.num_owned, name)
         if self.plan.num_ranks == 1 and not self.checking:
             return tensors
-        known = {id(t): extended for t in tensors if (extended := self._moved(t)) is not None}
+        known = {id(t): extended for t in tensors if (extended := self._moved(t, name)) is not None}
         fresh = [t for t in tensors if id(t) not in known]
         if fresh:
             appended = self._append(fresh, exact, name)
@@ -157,6 +179,18 @@ class Halo:
         appended: tuple[Tensor, ...] = _Append.apply(route, self._forget, *tensors)
         return appended
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _constant(self, tensor: Tensor, name: str) -> Tensor:
+        """The rows of a constant, extended. It takes no slot, so what follows has its own noise and
+        place in every epoch, whether this one happens in it or not.
+        """
+        if self.checking:
+            check_signature(self.transport, f"constant {tuple(tensor.shape[1:])} {tensor.dtype}")
+        if self.transport.rank == 0:
+            _log.info("%s reads features that never change: their halo rows move once", name)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._route(True, name).push([tensor])[0]
+
     def _route(self, exact: bool, name: str) -> Route:
         shard = self.shard
         if id(shard) not in self._ids:
@@ -173,8 +207,10 @@ class Halo:
     def _forget(self) -> None:
         self._recent = []
 
-    def _moved(self, tensor: Tensor) -> Tensor | None:
-        """The extended rows of a tensor that the last call moved, if nothing changed it since."""
+    def _moved(self, tensor: Tensor, name: str) -> Tensor | None:
+        """The extended rows of a constant, or of what the last call moved and nothing changed."""
+        if self.constants is not None and self.constants.holds(self.shard, tensor):
+            return self.constants.extended(self.shard, tensor, lambda: self._constant(tensor, name))
         for known, version, requires_grad, extended in self._recent:
             unchanged = known is tensor and version == tensor._version
             differentiable = extended.requires_grad or not (

@@ -44,11 +44,11 @@ class SylvieStrategy(DDPStrategy):
     agree to rounding, for every partition (spec: One epoch).
 
     Args:
-        bits: Bits per value on the wire: 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as they
-            are. Validation, test and prediction always exchange rows as they are.
+        bits: Bits per value on the wire: 0.5, 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as
+            they are. Validation, test and prediction always exchange rows as they are.
         mode: ``"sync"``: every layer waits for this epoch's halo rows.
-        quantizer: How rows are coded: ``"rotated"`` (1 bit), ``"minmax"`` (the paper's), ``"auto"``
-            (rotated at 1 bit, else minmax), or a `Quantizer`.
+        quantizer: How rows are coded: ``"rotated"`` (up to 2 bits), ``"minmax"`` (the paper's),
+            ``"centroid"``, ``"auto"`` (rotated where it can, else minmax), or a `Quantizer`.
         gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
         gradient_quantizer: How they are coded; None: as `quantizer`.
         exchange: ``"message"``: halo rows arrive where a layer reads its neighbours; ``"input"``:
@@ -56,6 +56,7 @@ class SylvieStrategy(DDPStrategy):
         partition: ``"metis"``, ``"random"``, ``"streaming"``, int64 ``(num_nodes,)`` with a part
             per node, or a `Partitioner`.
         cache_dir: Where parts are kept between runs; None: the user's cache folder.
+        keep_features: Move halo rows of input features that never change once, as they are.
         loss_reduction: What `training_step` returns: the ``"mean"`` over the batch's `train_mask`
             (all its nodes without one), a ``"sum"``, or a weighted mean: a function of the batch
             that gives the sum of its weights.
@@ -74,14 +75,15 @@ class SylvieStrategy(DDPStrategy):
     def __init__(
         self,
         *,
-        bits: int = 32,
+        bits: float = 32,
         mode: Literal["sync"] = "sync",
         quantizer: str | Quantizer = "auto",
-        gradient_bits: int | None = None,
+        gradient_bits: float | None = None,
         gradient_quantizer: str | Quantizer | None = None,
         exchange: Exchange = "message",
         partition: str | Tensor | Partitioner = "metis",
         cache_dir: str | Path | None = None,
+        keep_features: bool = True,
         loss_reduction: LossReduction = "mean",
         debug: bool = False,
         timeout: timedelta = timedelta(minutes=30),
@@ -107,7 +109,7 @@ class SylvieStrategy(DDPStrategy):
         self.quantizer = choose(bits, quantizer)
         self.gradient_quantizer = choose(gradient_bits or bits, gradient_quantizer or quantizer)
         self.partition, self.cache_dir = resolve(partition), cache_dir
-        self.loss_reduction, self.debug = loss_reduction, debug
+        self.loss_reduction, self.debug, self.keep_features = loss_reduction, debug, keep_features
         self._transports: list[Transport] = []
         self._store: Any = None
         self._placement: Placement | None = None
@@ -168,7 +170,8 @@ class SylvieStrategy(DDPStrategy):
         check_trainer(trainer, module)
         self._layer_sync = None  # attached norms are global on every device
         seed = self.halo_transport.broadcast_object(torch.initial_seed() % 2**63, 0)
-        halo = Halo(self.halo_transport, self.quantizer, self.gradient_quantizer, seed=seed)
+        codes = self.quantizer, self.gradient_quantizer
+        halo = Halo(self.halo_transport, *codes, seed=seed, keep_features=self.keep_features)
         self._run = Run(
             module,
             halo,

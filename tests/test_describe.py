@@ -37,8 +37,10 @@ def test_path_counted_by_hand() -> None:
     assert description.halo_ratio == 2 / 5
     assert description.balance("nodes") == 3 / 2.5
     assert description.balance("work") == 8 / 6.5
-    # One row of 3 values in 16 bits and one of 100 values in 1 bit, forward and backward.
-    assert description.bytes_per_epoch(0, 1) == 2 * (6 + 13 + 4)
+    # One row of 3 values in 16 bits and one of 100 signs, two scales and a mean, there and back.
+    assert description.bytes_per_epoch(0, 1) == 2 * (
+        6 + 13 + 6
+    )  # 13 bytes of signs, two scales, a mean
     assert description.bytes_per_epoch(0, 32) == 2 * (12 + 400)
     # Indices: 5 edges, 3 owned, 1 halo, 5 edge numbers, 1 sent; x; mask.
     assert one.data_bytes == 8 * (10 + 3 + 1 + 5 + 1) + 3 * 3 * 4 + 3
@@ -50,8 +52,12 @@ def test_path_counted_by_hand() -> None:
 def test_row_bytes(width: int, bits: int) -> None:
     if width < 16 and bits < 16:
         assert row_bytes(width, bits) == 2 * width
-    else:
-        side = 4 if bits < 16 else 0
+    elif bits > 2:
+        side = 0 if bits > 8 else 2 if width < 32 else 4
+        assert row_bytes(width, bits) == math.ceil(width * bits / 8) + side
+    else:  # a scale for each power of two that fits, and a mean
+        scales = -(-width // 2 ** int(math.log2(width)))
+        side = 2 * scales + (2 if width >= 32 else 0)
         assert row_bytes(width, bits) == math.ceil(width * bits / 8) + side
 
 

@@ -23,7 +23,7 @@ def round_trip(code: Quantizer, rows: Tensor, index: Tensor | None = None, key: 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_rows_keep_their_type_and_shape(bits: int, dtype: torch.dtype) -> None:
+def test_rows_keep_their_type_and_shape(bits: float, dtype: torch.dtype) -> None:
     rows = torch.randn(20, 40).to(dtype)
     out = round_trip(choose(bits), rows, torch.tensor([3, 5, 5]))
     assert out.shape == (3, 40)
@@ -38,18 +38,21 @@ def test_more_bits_less_error() -> None:
     assert errors[-1] == 0.0
 
 
-@pytest.mark.parametrize("name", ["minmax", "rotated"])
-def test_one_bit_is_unbiased_through_the_class(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("minmax", 1), ("minmax", 2), ("rotated", 0.5), ("rotated", 1), ("rotated", 2)],
+)
+def test_few_bits_are_unbiased_through_the_class(name: str, bits: float) -> None:
     rows, draws = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)), 4000
-    code = choose(1, name)
+    code = choose(bits, name)
     decoded = torch.stack([round_trip(code, rows, key=key) for key in range(draws)])
     spread = decoded.std(0).clamp(min=0.1)  # the smallest value of a row is hardly ever rounded up
     error = (decoded.mean(0) - rows).abs() / (spread / draws**0.5)
     assert float(error.max()) < 5.0
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-def test_narrow_rows_travel_in_16_bits_and_integers_as_they_are(bits: int) -> None:
+@pytest.mark.parametrize("bits", [0.5, 1, 2, 4, 8, 16])
+def test_narrow_rows_travel_in_16_bits_and_integers_as_they_are(bits: float) -> None:
     code = choose(bits)
     logits = torch.randn(10, 8)
     assert code.row_bytes(logits) == 16
@@ -72,8 +75,8 @@ def test_added_rows_equal_decoded_rows_added() -> None:
     rows = torch.randn(6, 48)
     index, counts = torch.tensor([0, 2, 3, 1, 2, 5]), [3, 0, 3]
     for dtype in (torch.float32, torch.float64):
-        for bits in BITS:
-            code, given = choose(bits), rows.to(dtype)
+        for code in (*map(choose, BITS), choose(1, "centroid"), choose(2, "minmax")):
+            given = rows.to(dtype)
             message = torch.zeros(6, code.row_bytes(given), dtype=torch.uint8)
             noise = Noise(9, torch.arange(6))
             code.quantize(given, None, noise, message, 0)
@@ -86,7 +89,7 @@ def test_added_rows_equal_decoded_rows_added() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["minmax", "rotated"])
+@pytest.mark.parametrize("name", ["minmax", "rotated", "centroid"])
 def test_a_row_that_is_not_finite_is_named(value: float, name: str) -> None:
     rows = torch.randn(10, 32)
     rows[7, 5] = value
@@ -95,12 +98,19 @@ def test_a_row_that_is_not_finite_is_named(value: float, name: str) -> None:
     assert raised.value.position == 1
 
 
+def test_the_named_bits_have_the_best_code_of_their_size() -> None:
+    names = [repr(choose(bits)) for bits in (0.5, 1, 2, 4, 8)]
+    assert names == ["Rotated(0.5)", "Rotated(1)", "Rotated(2)", "MinMax(4)", "MinMax(8)"]
+
+
 def test_bad_choices_say_what_is_expected() -> None:
-    with pytest.raises(ValueError, match=r"expected bits in \(1, 2, 4, 8, 16, 32\), got 3"):
+    with pytest.raises(ValueError, match=r"expected bits in \(0.5, 1, 2, 4, 8, 16, 32\), got 3"):
         choose(3)
     with pytest.raises(ValueError, match=r"expected quantizer in .* got 'best'"):
         choose(1, "best")
-    with pytest.raises(ValueError, match=r"expected bits in \(1,\) for Rotated, got 4"):
+    with pytest.raises(ValueError, match=r"expected bits in \(0.5, 1, 2\) for Rotated, got 4"):
         choose(4, "rotated")
+    with pytest.raises(ValueError, match=r"expected bits in \(1, 2, 4, 8\) for MinMax, got 0.5"):
+        choose(0.5, "minmax")
     assert isinstance(choose(32), Full)
     assert repr(choose(2, MinMax(2))) == "MinMax(2)"

@@ -541,11 +541,12 @@ def test_a_seed_makes_a_run_reproducible() -> None:
 def test_collectives_of_an_epoch() -> None:
     """One sum of gradients, one of logged values, Lightning's broadcast, and the halo exchanges.
 
-    Three layers exchange three times forward. Backward the input needs no gradient: twice.
+    Of three layers the first reads input features, whose halo rows came in the first epoch; the
+    others exchange forward and backward.
     """
     for training, with_validation in on_ranks(collectives, 2):
-        expected = {"broadcast": 1, "own_sums": 2, "exchanges": 5}
-        assert training == [expected] * len(training)
-        assert len(training) == 3
-        expected = {"broadcast": 1, "own_sums": 3, "exchanges": 8}
-        assert with_validation == [expected] * 3
+        expected = {"broadcast": 1, "own_sums": 2, "exchanges": 4}
+        assert training[1:] == [expected] * 2
+        assert training[0] == expected | {"exchanges": 5}
+        expected = {"broadcast": 1, "own_sums": 3, "exchanges": 6}
+        assert with_validation[1:] == [expected] * 2

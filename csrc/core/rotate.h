@@ -1,5 +1,5 @@
-// The arithmetic of the rotated sign code (DRIVE, Vargaftik et al. 2021), shared by all kernels so that all give the
-// same bits: no operation may be fused, and none reassociated. Neither torch nor CUDA headers.
+// The arithmetic of the rotated codes (DRIVE and EDEN, Vargaftik et al. 2021 and 2022), shared by all kernels so that
+// all give the same bits: no operation may be fused, and none reassociated. Neither torch nor CUDA headers.
 //
 // A row is rotated in two rounds, inside pieces of first_rotation_size(width), then of rotation_size(width) values. In
 // a round each piece gets random signs of the row's own and a Hadamard transform: first all whole pieces from the left,
@@ -9,6 +9,7 @@
 // 0.4 %.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/format.h"
@@ -41,6 +42,7 @@ SYLVIE_HOST_DEVICE float power_of_two(int exponent) {
 // How rows of one width are rotated and written: worked out once for all of them.
 struct Rotation {
   int64_t width;
+  int rate;              // half bits per value, see rotated_rate
   int64_t num_codes;     // bytes
   int64_t num_scales;    // as many as pieces of the second round
   int64_t record_bytes;  // codes, scales, and the mean unless the row is narrow
@@ -55,12 +57,13 @@ struct Rotation {
 // The factor 1 / sqrt(size) makes a round orthonormal. Where whole pieces cover the row all values grow alike, and the
 // scale takes the factors of the round and of its inverse: half where it is written and half where it is read, which
 // keeps it within the values' own range.
-SYLVIE_HOST_DEVICE Rotation make_rotation(int64_t width) {
+SYLVIE_HOST_DEVICE Rotation make_rotation(int64_t width, int rate) {
   Rotation rotation{};
   rotation.width = width;
-  rotation.num_codes = code_bytes(width, 1);
+  rotation.rate = rate;
+  rotation.num_codes = rotated_code_bytes(width, rate);
   rotation.num_scales = num_scales(width);
-  rotation.record_bytes = rotated_bytes(width);
+  rotation.record_bytes = rotated_bytes(width, rate);
   rotation.has_mean = !is_narrow(width);
   const int64_t size = rotation_size(width);
   int left_to_scale = 0;
@@ -112,14 +115,32 @@ SYLVIE_HOST_DEVICE float sent_mean(float sum, const Rotation& rotation) {
   return widen(mean);
 }
 
-// The scale of a piece whose rotated, normalized values have these sums. Unbiased: the decoded piece has the original's
-// projection on it. Least error: the mean size. To bf16 by stochastic rounding, which keeps it unbiased.
-SYLVIE_HOST_DEVICE float sent_scale(float sum_of_sizes, float sum_of_squares, int64_t size, bool unbiased, float normal,
-                                    const Rotation& rotation, uint32_t noise) {
-  if (!(sum_of_sizes > 0.0f)) {
-    return sum_of_sizes;  // 0 or NaN
+// The two sizes that a value has at 2 bits, middle - half and middle + half, and where one ends and the other begins,
+// for normal values of variance 1 (Max 1960).
+constexpr float kSizeMiddle = 0.9814f;
+constexpr float kSizeHalf = 0.5286f;
+constexpr float kSizeLimit = 0.9816f;
+
+// What brings the limit between the sizes to 1 in a piece with this sum of squares.
+SYLVIE_HOST_DEVICE float size_normalizer(float sum_of_squares, int64_t size) {
+  return sum_of_squares > 0.0f ? 1.0f / (kSizeLimit * sqrtf(sum_of_squares / static_cast<float>(size))) : 0.0f;
+}
+
+// Sums over a piece of rotated, normalized values z, whose codes stand for values c of the same sign.
+struct Sums {
+  float squares;   // z * z
+  float products;  // z * c of values with a code
+  float codes;     // c * c
+};
+
+// The scale of a piece. Unbiased: the decoded piece has the original's projection on it. Least error: the closest. To
+// bf16 by stochastic rounding, which keeps it unbiased.
+SYLVIE_HOST_DEVICE float sent_scale(const Sums& sums, bool unbiased, float normal, const Rotation& rotation,
+                                    uint32_t noise) {
+  if (!(sums.products > 0.0f)) {
+    return sums.products;  // 0 or NaN
   }
-  const float scale = unbiased ? sum_of_squares / sum_of_sizes : sum_of_sizes / static_cast<float>(size);
+  const float scale = unbiased ? sums.squares / sums.products : sums.products / sums.codes;
   const float sent = scale * rotation.scale_factor / normal;
   return is_finite(sent) ? bit_cast<float>((bit_cast<uint32_t>(sent) + (noise >> 16)) & 0xffff0000u) : sent;
 }

@@ -41,7 +41,7 @@ namespace scalar {
 template <typename Value>
 MinmaxKernels<Value> minmax_kernels(int bits);
 template <typename Value>
-RotateKernels<Value> rotate_kernels();
+RotateKernels<Value> rotate_kernels(int rate);
 }  // namespace scalar
 
 #if defined(__x86_64__)
@@ -49,14 +49,14 @@ namespace avx2 {
 template <typename Value>
 MinmaxKernels<Value> minmax_kernels(int bits);
 template <typename Value>
-RotateKernels<Value> rotate_kernels();
+RotateKernels<Value> rotate_kernels(int rate);
 }  // namespace avx2
 
 namespace avx512 {
 template <typename Value>
 MinmaxKernels<Value> minmax_kernels(int bits);
 template <typename Value>
-RotateKernels<Value> rotate_kernels();
+RotateKernels<Value> rotate_kernels(int rate);
 }  // namespace avx512
 #endif
 
@@ -82,18 +82,18 @@ MinmaxKernels<Value> minmax_kernels(int bits) {
 }
 
 template <typename Value>
-RotateKernels<Value> rotate_kernels() {
+RotateKernels<Value> rotate_kernels(int rate) {
 #if defined(__x86_64__)
   switch (chosen_isa()) {
     case Isa::kAvx512:
-      return avx512::rotate_kernels<Value>();
+      return avx512::rotate_kernels<Value>(rate);
     case Isa::kAvx2:
-      return avx2::rotate_kernels<Value>();
+      return avx2::rotate_kernels<Value>(rate);
     case Isa::kScalar:
       break;
   }
 #endif
-  return scalar::rotate_kernels<Value>();
+  return scalar::rotate_kernels<Value>(rate);
 }
 
 }  // namespace sylvie

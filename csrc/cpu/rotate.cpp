@@ -14,24 +14,29 @@
 namespace sylvie {
 namespace {
 
-Layout check_rotated(const Tensor& message, int64_t offset, int64_t bits, const Tensor& rows, int64_t num_entries) {
-  SYLVIE_CHECK(bits == 1, "bits: expected 1, got ", bits);
-  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(rows.size(1)));
+Layout check_rotated(const Tensor& message, int64_t offset, double bits, const Tensor& rows, int64_t num_entries) {
+  check_rotated_bits(bits);
+  const int64_t width = rows.size(1);
+  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(width, rotated_rate(width, bits)));
+}
+
+Rotation rotation_of(const Layout& layout, double bits) {
+  return make_rotation(layout.width, rotated_rate(layout.width, bits));
 }
 
 void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index, const Tensor& id, int64_t key,
-                          int64_t bits, bool unbiased, const Tensor& message, int64_t offset, const Tensor& bad) {
+                          double bits, bool unbiased, const Tensor& message, int64_t offset, const Tensor& bad) {
   const Layout layout = check_rotated(message, offset, bits, rows, id.size(0));
   const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
   const int64_t* const entries = check_index(index, rows, layout.num_entries);
   if (layout.is_empty()) {
     return;
   }
-  const Rotation rotation = make_rotation(layout.width);
+  const Rotation rotation = rotation_of(layout, bits);
   auto* const records = static_cast<uint8_t*>(message.mutable_data_ptr()) + offset;
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
-    const auto quantize = rotate_kernels<Value>().quantize;
+    const auto quantize = rotate_kernels<Value>(rotation.rate).quantize;
     const auto* const source = static_cast<const Value*>(rows.const_data_ptr());
     quantize_each(layout, entries, bad, [&] {
       return
@@ -43,18 +48,18 @@ void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index
   });
 }
 
-void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, int64_t bits,
+void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, double bits,
                             const Tensor& rows) {
   const Layout layout = check_rotated(message, offset, bits, rows, rows.size(0));
   const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
   if (layout.is_empty()) {
     return;
   }
-  const Rotation rotation = make_rotation(layout.width);
+  const Rotation rotation = rotation_of(layout, bits);
   const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
-    const auto dequantize = rotate_kernels<Value>().dequantize;
+    const auto dequantize = rotate_kernels<Value>(rotation.rate).dequantize;
     auto* const target = static_cast<Value*>(rows.mutable_data_ptr());
     dequantize_each(layout, [&] {
       return
@@ -66,7 +71,7 @@ void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor&
   });
 }
 
-void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, int64_t bits,
+void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, double bits,
                                 const Tensor& index, const std::vector<int64_t>& counts, const Tensor& rows) {
   const Layout layout = check_rotated(message, offset, bits, rows, index.size(0));
   const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
@@ -75,11 +80,11 @@ void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Ten
   if (layout.is_empty()) {
     return;
   }
-  const Rotation rotation = make_rotation(layout.width);
+  const Rotation rotation = rotation_of(layout, bits);
   const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
-    const auto add = rotate_kernels<Value>().dequantize_add;
+    const auto add = rotate_kernels<Value>(rotation.rate).dequantize_add;
     auto* const target = static_cast<Value*>(rows.mutable_data_ptr());
     visit_groups(counts, entries, layout.num_rows, layout.row_bytes, [&] {
       return

@@ -197,33 +197,96 @@ SYLVIE_TARGET inline void rotate_row(const Rotation& rotation, const Value* row,
   rotate(rotation, 1, 0, signs, values);
 }
 
+// 1 for the values of a block that have a code at half a bit, from any column on.
+alignas(64) constexpr float kSent[2 * kBlock] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0,
+                                                 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+
+SYLVIE_TARGET inline uint32_t low_bits(int64_t count) { return static_cast<uint32_t>((uint64_t{1} << count) - 1u); }
+
+SYLVIE_TARGET inline void store_part(const Block& block, float* values, int64_t count) {
+  if (count >= kBlock) {
+    return store_block(block, values);
+  }
+  float part[kBlock];
+  store_block(block, part);
+  std::memcpy(values, part, count * sizeof(float));
+}
+
+// A one for every value below the limit between the sizes.
+SYLVIE_TARGET inline uint32_t small_bits(const Block& values) { return sign_bits(subtract(absolute(values), 1.0f)); }
+
+// The sizes of codes at 2 bits.
+SYLVIE_TARGET inline Block sizes_of(uint32_t small) {
+  return add(signed_block(fill(kSizeHalf), small, 1.0f), fill(kSizeMiddle));
+}
+
+// See Sums. At 2 bits the values leave with the limit between the sizes at 1.
+template <int kRate>
+SYLVIE_TARGET inline Sums sum_piece(const Piece& piece, float* values) {
+  values += piece.begin;
+  LaneSum squares;
+  LaneSum products;
+  for (int64_t j = 0; j < piece.size; j += kBlock) {
+    const Block block = load_part(values + j, piece.size - j);
+    squares.add(multiply(block, block));
+    if constexpr (kRate == 1) {
+      products.add(multiply(absolute(block), load_block(kSent + piece.begin % kBlock)));
+    } else if constexpr (kRate == 2) {
+      products.add(absolute(block));
+    }
+  }
+  if constexpr (kRate == 4) {
+    LaneSum codes;
+    const float factor = size_normalizer(squares.total(), piece.size);
+    for (int64_t j = 0; j < piece.size; j += kBlock) {
+      const int64_t count = piece.size - j;
+      const Block block = load_part(values + j, count);
+      const Block normal = multiply(block, fill(factor));
+      Block sizes = sizes_of(small_bits(normal));
+      store_part(normal, values + j, count);
+      if (count < kBlock) {
+        float part[kBlock];
+        store_block(sizes, part);
+        sizes = load_tail(part, count, 0.0f);
+      }
+      products.add(multiply(absolute(block), sizes));
+      codes.add(multiply(sizes, sizes));
+    }
+    return {squares.total(), products.total(), codes.total()};
+  }
+  const int64_t num_codes = num_sent(piece.begin + piece.size, kRate) - num_sent(piece.begin, kRate);
+  return {squares.total(), products.total(), static_cast<float>(num_codes)};
+}
+
 // Writes the scale of every piece. False if one is not finite.
-SYLVIE_TARGET inline bool write_scales(const Rotation& rotation, const float* values, RowKey key, bool unbiased,
-                                       float normal, uint8_t* scales) {
+template <int kRate>
+SYLVIE_TARGET inline bool write_scales(const Rotation& rotation, float* values, RowKey key, bool unbiased, float normal,
+                                       uint8_t* scales) {
   bool is_good = true;
   for (int64_t number = 0; number < rotation.num_scales; ++number) {
-    const Piece piece = piece_of(rotation, number);
-    LaneSum sizes;
-    LaneSum squares;
-    for (int64_t j = 0; j < piece.size; j += kBlock) {
-      const Block block = load_part(values + piece.begin + j, piece.size - j);
-      sizes.add(absolute(block));
-      squares.add(multiply(block, block));
-    }
+    const Sums sums = sum_piece<kRate>(piece_of(rotation, number), values);
     const uint32_t noise = random_bits(key, kScaleNoise + static_cast<uint32_t>(number));
-    const float scale = sent_scale(sizes.total(), squares.total(), piece.size, unbiased, normal, rotation, noise);
+    const float scale = sent_scale(sums, unbiased, normal, rotation, noise);
     store16(scales + 2 * number, static_cast<uint16_t>(bit_cast<uint32_t>(scale) >> 16));
     is_good &= is_finite(scale);
   }
   return is_good;
 }
 
-// A one for every negative value.
-SYLVIE_TARGET inline void write_signs(const float* values, int64_t width, uint8_t* codes) {
+// The codes of a block in a word: its signs, then at 2 bits which values are large.
+template <int kRate>
+SYLVIE_TARGET inline void write_rotated(const float* values, int64_t width, uint8_t* codes) {
   for (int64_t j = 0; j < width; j += kBlock) {
     const int64_t count = std::min<int64_t>(width - j, kBlock);
-    const uint32_t word = sign_bits(load_part(values + j, count));
-    std::memcpy(codes + j / 8, &word, code_bytes(count, 1));
+    const Block block = load_part(values + j, count);
+    uint64_t word = sign_bits(block);
+    if constexpr (kRate == 4) {
+      word |= static_cast<uint64_t>(~small_bits(block) & low_bits(count)) << count;
+    } else if constexpr (kRate == 1) {
+      word &= low_bits(kBlock / 2);
+    }
+    std::memcpy(codes + rotated_code_bytes(j, kRate), &word, rotated_code_bytes(count, kRate));
   }
 }
 
@@ -245,7 +308,7 @@ SYLVIE_TARGET inline bool write_bad(const Rotation& rotation, uint8_t* record) {
   return false;
 }
 
-template <typename Value>
+template <typename Value, int kRate>
 SYLVIE_TARGET bool quantize_rotated(const Rotation& rotation, const Value* row, RowKey key, bool unbiased,
                                     uint8_t* record, float* values, const Value* next) {
   if (rotation.has_mean && is_finite(widen(row[0])) && is_constant(row, rotation.width)) {
@@ -257,39 +320,52 @@ SYLVIE_TARGET bool quantize_rotated(const Rotation& rotation, const Value* row, 
     return write_bad(rotation, record);
   }
   rotate_row(rotation, row, normal, make_signs(rotation, key, values), values);
-  if (!write_scales(rotation, values, key, unbiased, normal.factor, record + rotation.num_codes)) {
+  if (!write_scales<kRate>(rotation, values, key, unbiased, normal.factor, record + rotation.num_codes)) {
     return write_bad(rotation, record);
   }
-  write_signs(values, rotation.width, record);
+  write_rotated<kRate>(values, rotation.width, record);
   if (rotation.has_mean) {
     store16(record + rotation.record_bytes - 2, static_cast<uint16_t>(bit_cast<uint32_t>(normal.mean) >> 16));
   }
   return true;
 }
 
-// The values of every code: plus or minus the size of its piece. A block may lie in two pieces: the right one writes
-// it whole, and the left one then its own part.
-SYLVIE_TARGET inline void read_signs(const Rotation& rotation, const uint8_t* record, float* values) {
+// The values of the `count` codes of a block, given the scale.
+template <int kRate>
+SYLVIE_TARGET inline Block read_block(const uint8_t* codes, int64_t count, const Block& scale) {
+  uint64_t word = 0;
+  if (count == kBlock) {
+    std::memcpy(&word, codes, rotated_code_bytes(kBlock, kRate));
+  } else {
+    std::memcpy(&word, codes, rotated_code_bytes(count, kRate));
+  }
+  const auto signs = static_cast<uint32_t>(word);
+  if constexpr (kRate == 1) {
+    return multiply(signed_block(scale, signs, 1.0f), load_block(kSent));
+  } else if constexpr (kRate == 4) {
+    return signed_block(multiply(scale, sizes_of(~static_cast<uint32_t>(word >> count))), signs, 1.0f);
+  }
+  return signed_block(scale, signs, 1.0f);
+}
+
+// The values of every code. A block may lie in two pieces: the right one writes it whole, and the left one then its
+// own part.
+template <int kRate>
+SYLVIE_TARGET inline void read_rotated(const Rotation& rotation, const uint8_t* record, float* values) {
   const uint8_t* const scales = record + rotation.num_codes;
   for (int64_t number = rotation.num_scales - 1; number >= 0; --number) {
     const Piece piece = piece_of(rotation, number);
     const int64_t end = piece.begin + piece.size;
-    const Block size = fill(size_of(load16(scales + 2 * number), rotation));
-    int64_t j = piece.begin / kBlock * kBlock;
-    for (; j + kBlock <= end; j += kBlock) {
-      store_block(signed_block(size, load<uint32_t>(record + j / 8), 1.0f), values + j);
-    }
-    if (j < end) {
-      uint32_t word = 0;
-      std::memcpy(&word, record + j / 8, code_bytes(end - j, 1));
-      float part[kBlock];
-      store_block(signed_block(size, word, 1.0f), part);
-      std::memcpy(values + j, part, (end - j) * sizeof(float));
+    const Block scale = fill(size_of(load16(scales + 2 * number), rotation));
+    for (int64_t j = piece.begin / kBlock * kBlock; j < end; j += kBlock) {
+      const uint8_t* const codes = record + rotated_code_bytes(j, kRate);
+      const Block block = read_block<kRate>(codes, std::min<int64_t>(rotation.width - j, kBlock), scale);
+      store_part(block, values + j, end - j);
     }
   }
 }
 
-template <typename Value, bool kAdd>
+template <typename Value, int kRate, bool kAdd>
 SYLVIE_TARGET void dequantize_rotated(const Rotation& rotation, const uint8_t* record, RowKey key, Value* row,
                                       float* values, const Value* next) {
   const int64_t width = rotation.width;
@@ -301,7 +377,7 @@ SYLVIE_TARGET void dequantize_rotated(const Rotation& rotation, const uint8_t* r
   const Signs signs = make_signs(rotation, key, values);
   const Block mean = fill(widen(BFloat16{upper}));
   const int64_t whole = width / kBlock * kBlock;
-  read_signs(rotation, record, values);
+  read_rotated<kRate>(rotation, record, values);
   rotate_back(rotation, 1, 0, signs, values);
   rotate_back(rotation, 0, whole, signs, values);
   for (int64_t j = 0; j < whole; j += kBlock) {  // the rest of the first round, in registers
@@ -315,16 +391,29 @@ SYLVIE_TARGET void dequantize_rotated(const Rotation& rotation, const uint8_t* r
   }
 }
 
+template <typename Value, int kRate>
+RotateKernels<Value> kernels_of_rate() {
+  return {quantize_rotated<Value, kRate>, dequantize_rotated<Value, kRate, false>,
+          dequantize_rotated<Value, kRate, true>};
+}
+
 }  // namespace
 
 template <typename Value>
-RotateKernels<Value> rotate_kernels() {
-  return {quantize_rotated<Value>, dequantize_rotated<Value, false>, dequantize_rotated<Value, true>};
+RotateKernels<Value> rotate_kernels(int rate) {
+  switch (rate) {
+    case 1:
+      return kernels_of_rate<Value, 1>();
+    case 2:
+      return kernels_of_rate<Value, 2>();
+    default:
+      return kernels_of_rate<Value, 4>();
+  }
 }
 
-template RotateKernels<float> rotate_kernels<float>();
-template RotateKernels<BFloat16> rotate_kernels<BFloat16>();
-template RotateKernels<Half> rotate_kernels<Half>();
+template RotateKernels<float> rotate_kernels<float>(int rate);
+template RotateKernels<BFloat16> rotate_kernels<BFloat16>(int rate);
+template RotateKernels<Half> rotate_kernels<Half>(int rate);
 
 }  // namespace SYLVIE_ISA
 }  // namespace sylvie

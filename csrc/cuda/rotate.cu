@@ -146,41 +146,83 @@ __device__ Row normalize(const AnyTeam& team, const Rotation& rotation, const Va
   return result;
 }
 
+// The size of a code at 2 bits.
+__device__ float size_at(bool is_small) { return kSizeMiddle + (is_small ? -kSizeHalf : kSizeHalf); }
+
+// See Sums, by a warp. At 2 bits the values leave with the limit between the sizes at 1.
+__device__ Sums sum_piece(const Piece& piece, int rate, int lane, float* values) {
+  float squares = 0.0f;
+  float products = 0.0f;
+  for (int64_t j = piece.begin + lane; j < piece.begin + piece.size; j += kBlock) {
+    squares += values[j] * values[j];
+    products += fabsf(values[j]) * (rate == 1 && j % kBlock >= kBlock / 2 ? 0.0f : 1.0f);
+  }
+  squares = lane_sum(squares);
+  if (rate != 4) {
+    const int64_t num_codes = num_sent(piece.begin + piece.size, rate) - num_sent(piece.begin, rate);
+    return {squares, lane_sum(products), static_cast<float>(num_codes)};
+  }
+  const float factor = size_normalizer(squares, piece.size);
+  float codes = 0.0f;
+  products = 0.0f;
+  for (int64_t j = piece.begin + lane; j < piece.begin + piece.size; j += kBlock) {
+    const float normal = values[j] * factor;
+    const float size = size_at(fabsf(normal) < 1.0f);
+    products += fabsf(values[j]) * size;
+    codes += size * size;
+    values[j] = normal;
+  }
+  return {squares, lane_sum(products), lane_sum(codes)};
+}
+
 // Writes the scale of every piece, a warp each. False if one is not finite.
 template <typename AnyTeam>
-__device__ bool write_scales(const AnyTeam& team, const Rotation& rotation, const float* values, RowKey key,
-                             bool unbiased, float normal, uint8_t* scales) {
+__device__ bool write_scales(const AnyTeam& team, const Rotation& rotation, float* values, RowKey key, bool unbiased,
+                             float normal, uint8_t* scales) {
   __shared__ int space[kWarpsPerBlock];
   int is_good = 1;
   for (int64_t number = team.warp; number < rotation.num_scales; number += AnyTeam::kSize / kBlock) {
-    const Piece piece = piece_of(rotation, number);
-    float sizes = 0.0f;
-    float squares = 0.0f;
-    for (int64_t j = team.lane; j < piece.size; j += kBlock) {
-      const float value = values[piece.begin + j];
-      sizes += fabsf(value);
-      squares += value * value;
-    }
+    const Sums sums = sum_piece(piece_of(rotation, number), rotation.rate, team.lane, values);
     const uint32_t noise = random_bits(key, kScaleNoise + static_cast<uint32_t>(number));
-    const float scale = sent_scale(lane_sum(sizes), lane_sum(squares), piece.size, unbiased, normal, rotation, noise);
+    const float scale = sent_scale(sums, unbiased, normal, rotation, noise);
     is_good &= is_finite(scale) ? 1 : 0;
     if (team.lane == 0) {
       store16(scales + 2 * number, static_cast<uint16_t>(bit_cast<uint32_t>(scale) >> 16));
     }
   }
+  team.sync();
   return team.all(is_good, space, [](int a, int b) { return a & b; }) != 0;
 }
 
-// A one for every negative value.
+// The codes of a block in a word: its signs, then at 2 bits which values are large.
 template <typename AnyTeam>
-__device__ void write_signs(const AnyTeam& team, const float* values, int64_t width, uint8_t* codes) {
+__device__ void write_codes(const AnyTeam& team, const float* values, int64_t width, int rate, uint8_t* codes) {
   for (int64_t begin = team.warp * kBlock; begin < width; begin += AnyTeam::kSize) {
     const int64_t j = begin + team.lane;
-    const uint32_t word = __ballot_sync(kAllLanes, j < width && bit_cast<uint32_t>(values[j]) >> 31 != 0u);
-    if (team.lane < code_bytes(min(width - begin, static_cast<int64_t>(kBlock)), 1)) {
-      codes[begin / 8 + team.lane] = static_cast<uint8_t>(word >> 8 * team.lane);
+    const int64_t count = min(width - begin, static_cast<int64_t>(kBlock));
+    const bool is_sent = j < width && (rate != 1 || team.lane < kBlock / 2);
+    uint64_t word = __ballot_sync(kAllLanes, is_sent && bit_cast<uint32_t>(values[j]) >> 31 != 0u);
+    const unsigned is_large = __ballot_sync(kAllLanes, rate == 4 && j < width && fabsf(values[j]) >= 1.0f);
+    word |= static_cast<uint64_t>(is_large) << count;
+    if (team.lane < rotated_code_bytes(count, rate)) {
+      codes[rotated_code_bytes(begin, rate) + team.lane] = static_cast<uint8_t>(word >> 8 * team.lane);
     }
   }
+}
+
+// The value of the code of a column, for a scale.
+__device__ float read_code(const uint8_t* codes, const Rotation& rotation, int64_t column, float scale) {
+  const int lane = static_cast<int>(column % kBlock);
+  const auto bit = [&](int number) { return codes[number / 8] >> number % 8 & 1; };
+  codes += rotated_code_bytes(column - lane, rotation.rate);
+  if (rotation.rate == 1 && lane >= kBlock / 2) {
+    return 0.0f;
+  }
+  if (rotation.rate == 4) {
+    const auto count = static_cast<int>(min(rotation.width - (column - lane), static_cast<int64_t>(kBlock)));
+    scale *= size_at(bit(count + lane) == 0);
+  }
+  return bit(lane) != 0 ? -scale : scale;
 }
 
 // Codes of 0, then the same bf16 in place of scales and mean.
@@ -232,7 +274,7 @@ __global__ void quantize_kernel(const Value* __restrict__ rows, const int64_t* _
       }
       continue;
     }
-    write_signs(team, values, width, record);
+    write_codes(team, values, width, rotation.rate, record);
     if (team.is_first() && rotation.has_mean) {
       store16(mean, static_cast<uint16_t>(bit_cast<uint32_t>(row.mean) >> 16));
     }
@@ -261,7 +303,7 @@ __global__ void dequantize_kernel(const uint8_t* __restrict__ records, const int
         const Piece piece = piece_of(rotation, number);
         const float scale = size_of(load16(scales + 2 * number), rotation);
         for (int64_t j = piece.begin + team.thread(); j < piece.begin + piece.size; j += AnyTeam::kSize) {
-          values[j] = (record[j / 8] >> j % 8 & 1) != 0 ? -scale : scale;
+          values[j] = read_code(record, rotation, j, scale);
         }
       }
       team.sync();
@@ -285,13 +327,18 @@ size_t shared_bytes(Kernel* kernel, int64_t width) {
   return bytes;
 }
 
-Layout check_rotated(const Tensor& message, int64_t offset, int64_t bits, const Tensor& rows, int64_t num_entries) {
-  SYLVIE_CHECK(bits == 1, "bits: expected 1, got ", bits);
-  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(rows.size(1)));
+Layout check_rotated(const Tensor& message, int64_t offset, double bits, const Tensor& rows, int64_t num_entries) {
+  check_rotated_bits(bits);
+  const int64_t width = rows.size(1);
+  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(width, rotated_rate(width, bits)));
+}
+
+Rotation rotation_of(const Layout& layout, double bits) {
+  return make_rotation(layout.width, rotated_rate(layout.width, bits));
 }
 
 void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index, const Tensor& id, int64_t key,
-                          int64_t bits, bool unbiased, const Tensor& message, int64_t offset, const Tensor& bad) {
+                          double bits, bool unbiased, const Tensor& message, int64_t offset, const Tensor& bad) {
   const Layout layout = check_rotated(message, offset, bits, rows, id.size(0));
   const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
   const int64_t* const entries = check_index(index, rows, layout.num_entries);
@@ -309,14 +356,14 @@ void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index
       const auto kernel = quantize_kernel<AnyTeam, Value>;
       kernel<<<num_blocks<AnyTeam>(layout.num_entries), kThreadsPerBlock, shared_bytes<AnyTeam>(kernel, layout.width),
                device.stream()>>>(source, entries, ids, key, unbiased, records, first_bad, layout,
-                                  make_rotation(layout.width));
+                                  rotation_of(layout, bits));
     });
   });
   SYLVIE_CUDA_CHECK(cudaGetLastError());
 }
 
 template <bool kAdd>
-void launch_dequantize(const uint8_t* records, const int64_t* entries, const int64_t* ids, int64_t key,
+void launch_dequantize(const uint8_t* records, const int64_t* entries, const int64_t* ids, int64_t key, double bits,
                        const Tensor& rows, const Layout& layout, cudaStream_t stream) {
   with_quantized_type(rows.scalar_type(), [&](auto zero) {
     using Value = decltype(zero);
@@ -325,13 +372,13 @@ void launch_dequantize(const uint8_t* records, const int64_t* entries, const int
       using AnyTeam = typename decltype(team)::Type;
       const auto kernel = dequantize_kernel<AnyTeam, Value, kAdd>;
       kernel<<<num_blocks<AnyTeam>(layout.num_entries), kThreadsPerBlock, shared_bytes<AnyTeam>(kernel, layout.width),
-               stream>>>(records, entries, ids, key, target, layout, make_rotation(layout.width));
+               stream>>>(records, entries, ids, key, target, layout, rotation_of(layout, bits));
     });
   });
   SYLVIE_CUDA_CHECK(cudaGetLastError());
 }
 
-void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, int64_t bits,
+void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, double bits,
                             const Tensor& rows) {
   const Layout layout = check_rotated(message, offset, bits, rows, rows.size(0));
   const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
@@ -340,10 +387,10 @@ void rotate_dequantize_rows(const Tensor& message, int64_t offset, const Tensor&
   }
   const DeviceScope device(rows);
   const auto* const records = static_cast<const uint8_t*>(message.const_data_ptr()) + offset;
-  launch_dequantize<false>(records, nullptr, ids, key, rows, layout, device.stream());
+  launch_dequantize<false>(records, nullptr, ids, key, bits, rows, layout, device.stream());
 }
 
-void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, int64_t bits,
+void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Tensor& id, int64_t key, double bits,
                                 const Tensor& index, const std::vector<int64_t>& counts, const Tensor& rows) {
   const Layout layout = check_rotated(message, offset, bits, rows, index.size(0));
   const int64_t* const ids = check_entries(id, "id", layout.num_entries, rows);
@@ -357,7 +404,7 @@ void rotate_dequantize_add_rows(const Tensor& message, int64_t offset, const Ten
   for_each_group(counts, [&](int64_t begin, int64_t count) {
     Layout group = layout;
     group.num_entries = count;
-    launch_dequantize<true>(records + begin * layout.stride, entries + begin, ids + begin, key, rows, group,
+    launch_dequantize<true>(records + begin * layout.stride, entries + begin, ids + begin, key, bits, rows, group,
                             device.stream());
   });
 }

@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lightning_sylvie.attach.degree import Degrees
-from lightning_sylvie.attach.inputs import HaloInput
+from lightning_sylvie.attach.inputs import HaloFeatures, HaloInput, maps_first
 from lightning_sylvie.attach.message_passing import Attached, HaloMessagePassing, forgotten
 from lightning_sylvie.attach.norms import NORMS
 from lightning_sylvie.attach.refusals import refusals
@@ -85,6 +85,7 @@ class Attachment:
 
     def keep(self, shard: Shard) -> None:
         """Declares the tensors of `shard` constant, so what is derived from them is kept."""
+        self.halo.keep(shard)
         for part in (shard, shard.reverse):
             if part is not None:
                 self.cache.keep(part.edge_index, *part.edge.values())
@@ -146,7 +147,8 @@ class Attachment:
         bases = tuple(base for special, base in SPECIAL.items() if issubclass(kind, special))
         if issubclass(kind, MessagePassing):
             turned = (OutEdges,) if layer.flow == "target_to_source" else ()
-            wide = (HaloInput,) if self._exchange == "input" else ()
+            early = HaloFeatures if maps_first(layer) else None
+            wide = (HaloInput,) if self._exchange == "input" else (early,) if early else ()
             return (*bases, *turned, *wide, HaloMessagePassing)
         norms = tuple(base for norm, base in NORMS.items() if issubclass(kind, norm))
         return bases or norms[:1]

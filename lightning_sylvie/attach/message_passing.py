@@ -63,8 +63,9 @@ class HaloMessagePassing(Attached, MessagePassing):
                 f"{self.attachment.path(self)}: expected the part's edge_index, got a sparse "
                 "matrix; keep edges as `edge_index`, the fused product is used where it can be"
             )
-        if halo.active and not self.attachment.wide.active:
-            matrix = self.attachment.cache.matrix(self, edge_index, halo.plan, kwargs)
+        if halo.active:
+            wide = self.attachment.wide.active
+            matrix = self.attachment.cache.matrix(self, edge_index, halo.plan, kwargs, wide=wide)
             edge_index = edge_index if matrix is None else matrix
         return MessagePassing.propagate(self, edge_index, size, **kwargs)
 
@@ -75,7 +76,10 @@ class HaloMessagePassing(Attached, MessagePassing):
         if not self.attachment.halo.active:
             return super()._collect(args, edge_index, size, kwargs)
         if is_sparse(edge_index):
-            x, (pair,) = kwargs["x"], self._extended({"x": kwargs["x"]}).values()
+            x, sources = kwargs["x"], {"x": kwargs["x"]}
+            is_wide = self.attachment.wide.active
+            pairs = self._refreshed(sources, hop=True) if is_wide else self._extended(sources)
+            pair = pairs["x"]
             x = pair if isinstance(x, (tuple, list)) else pair[self._far]
             return {name: kwargs.get(name) for name in args} | {"x": x}
         sources = self._sources(args, kwargs)

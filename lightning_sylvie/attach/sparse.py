@@ -16,24 +16,24 @@ _FUSED = {"sum", "add", "mean"}
 
 
 class Adjacency:
-    """A part's edges as a rectangular CSR matrix, owned rows by all rows, and its transpose.
+    """A part's edges as a rectangular CSR matrix, targets by all rows, and its transpose.
 
     Args:
         edge_index: int64 ``(2, num_edges)``, sources over destinations.
         weight: ``(num_edges,)`` or None for ones.
-        num_owned: Rows of the matrix (destinations).
+        num_targets: Rows of the matrix (destinations).
         num_rows: Columns of the matrix (sources).
         dtype: Type of the values.
     """
 
     def __init__(
-        self, edge_index: Tensor, weight: Tensor | None, num_owned: int, num_rows: int, dtype: Any
+        self, edge_index: Tensor, weight: Tensor | None, num_targets: int, num_rows: int, dtype: Any
     ) -> None:
         source, destination = edge_index
         if weight is None:
             weight = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
-        self.matrix = _csr(destination, source, weight.to(dtype), (num_owned, num_rows))
-        self.transposed = _csr(source, destination, weight.to(dtype), (num_rows, num_owned))
+        self.matrix = _csr(destination, source, weight.to(dtype), (num_targets, num_rows))
+        self.transposed = _csr(source, destination, weight.to(dtype), (num_rows, num_targets))
         degree = self.matrix.crow_indices().diff().clamp(min=1)
         self.inverse_degree = degree.to(dtype).reciprocal().unsqueeze(1)
 
@@ -76,7 +76,7 @@ class AdjacencyCache:
 
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
-        self._built: dict[tuple[int, int, torch.dtype], Adjacency] = {}
+        self._built: dict[tuple[Any, ...], Adjacency] = {}
         self._by_matrix: dict[int, Adjacency] = {}
 
     def keep(self, *tensors: Tensor) -> None:
@@ -86,8 +86,13 @@ class AdjacencyCache:
     def keeps(self, tensor: Tensor) -> bool:
         return id(tensor) in self._kept
 
-    def matrix(self, conv: Any, edge_index: Any, plan: HaloPlan, inputs: dict[str, Any]) -> Any:
-        """The CSR matrix with which `conv` can aggregate at once, or None."""
+    def matrix(
+        self, conv: Any, edge_index: Any, plan: HaloPlan, inputs: dict[str, Any], *, wide: bool
+    ) -> Any:
+        """The CSR matrix with which `conv` can aggregate at once, or None.
+
+        With `wide` it has rows for halo nodes too, without edges.
+        """
         if not conv.fuse or conv.explain or conv.aggr not in _FUSED or not self._fits(conv, inputs):
             return None
         weight, source = inputs.get("edge_weight"), _source(inputs["x"])
@@ -99,10 +104,11 @@ class AdjacencyCache:
             source.device.type
         ):
             return None
-        key = (id(edge_index), id(weight), source.dtype)
+        key = (id(edge_index), id(weight), source.dtype, wide)
         if key not in self._built:
+            size = plan.num_rows if wide else plan.num_owned, plan.num_rows
             with torch.inference_mode(False), torch.no_grad():
-                built = Adjacency(edge_index, weight, plan.num_owned, plan.num_rows, source.dtype)
+                built = Adjacency(edge_index, weight, *size, source.dtype)
             self._built[key] = self._by_matrix[id(built.matrix)] = built
         return self._built[key].matrix
 

@@ -3,6 +3,7 @@
 All ops have compiled kernels for CPU and CUDA and a torch reference that gives the same bits.
 """
 
+from lightning_sylvie.ops.centroid import centroid_quantize_rows
 from lightning_sylvie.ops.minmax import (
     dequantize_add_rows,
     dequantize_rows,
@@ -10,6 +11,7 @@ from lightning_sylvie.ops.minmax import (
     quantize_rows,
 )
 from lightning_sylvie.ops.rotate import (
+    ROTATED_BITS,
     rotate_dequantize_add_rows,
     rotate_dequantize_rows,
     rotate_quantize_rows,
@@ -27,10 +29,12 @@ __all__ = [
     "scatter_add_rows",
     "select_rows_reference",
     "scatter_add_rows_reference",
+    "centroid_quantize_rows",
     "minmax_row_bytes",
     "quantize_rows",
     "dequantize_rows",
     "dequantize_add_rows",
+    "ROTATED_BITS",
     "rotated_row_bytes",
     "rotate_quantize_rows",
     "rotate_dequantize_rows",

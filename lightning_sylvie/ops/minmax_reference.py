@@ -15,6 +15,8 @@ from lightning_sylvie.ops import noise
 from lightning_sylvie.ops.records import (
     NARROW_WIDTH,
     add_groups,
+    bf16_above,
+    bf16_below,
     bf16_bytes,
     float_bits,
     float_from_bits,
@@ -96,8 +98,8 @@ def _make_grid(values: Tensor, bits: int) -> Grid:
 
 def _wide_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     top = 2**bits - 1
-    zero = _bf16_below(low)
-    scale = _bf16_above((high - zero) / top).clamp(min=_SMALLEST_SCALE)
+    zero = bf16_below(low)
+    scale = bf16_above((high - zero) / top).clamp(min=_SMALLEST_SCALE)
     too_small = top * scale + zero < high
     return torch.where(too_small, float_from_bits(float_bits(scale) + 0x10000), scale), zero
 
@@ -171,12 +173,3 @@ def _decode(message: Tensor, offset: int, bits: int, width: int) -> Tensor:
         zero = side[:, 1:].contiguous().view(torch.int8).float() * _zero_step(bits) * scale
     levels = unpack(record[:, :num_codes], width, bits).float() * scale + zero
     return torch.where(scale == 0, _constant_of(record, width, bits), levels)
-
-
-def _bf16_below(values: Tensor) -> Tensor:
-    words = float_bits(values)
-    return float_from_bits(torch.where(values < 0, words + 0xFFFF, words) & 0xFFFF0000)
-
-
-def _bf16_above(values: Tensor) -> Tensor:
-    return float_from_bits((float_bits(values) + 0xFFFF) & 0xFFFF0000)

@@ -109,6 +109,17 @@ def float_from_bits(words: Tensor) -> Tensor:
     return words.to(torch.int32).view(torch.float32)
 
 
+def bf16_below(values: Tensor) -> Tensor:
+    """The values rounded to bf16 toward minus infinity."""
+    words = float_bits(values)
+    return float_from_bits(torch.where(values < 0, words + 0xFFFF, words) & 0xFFFF0000)
+
+
+def bf16_above(values: Tensor) -> Tensor:
+    """Values that are not negative, rounded to bf16 toward infinity."""
+    return float_from_bits((float_bits(values) + 0xFFFF) & 0xFFFF0000)
+
+
 def bf16_bytes(values: Tensor) -> Tensor:
     """Float32 ``(k, m)`` that bf16 holds exactly, as bytes ``(k, 2 * m)``."""
     upper = float_bits(values) >> 16

@@ -1,4 +1,4 @@
-"""Rotated 1-bit quantization of rows into a message and back.
+"""Rotated quantization of rows at 1, 2 and half a bit into a message and back.
 
 A row becomes one record: a sign per value, a scale per 256 values, its mean
 (docs/message_format.md). The row less its mean is rotated by Hadamard transforms with random
@@ -6,6 +6,10 @@ signs of the row's own, and only the signs of the result are kept (DRIVE, Vargaf
 Its error is that of pi/2 - 1 = 0.57 of the energy around the mean, whatever the distribution,
 where min/max at 1 bit makes errors of 1.2 (rectified rows) to 40 (sparse gradients) times the
 energy; rows of alike neighbours get independent errors, which an aggregation averages out.
+
+At 2 bits a value has one of two sizes (EDEN, Vargaftik et al. 2022; error 0.13). At half a bit
+half of the rotated values have a sign and the others are 0 (error 2.14). Which half it is does not
+matter: the random signs make all halves alike.
 
 Legend: n rows, k message rows, width values per row.
 """
@@ -22,12 +26,14 @@ from lightning_sylvie.ops.kernels import has_kernels
 from lightning_sylvie.ops.records import check_quantize, check_records
 from lightning_sylvie.ops.rows import check_counts
 
+ROTATED_BITS = (0.5, 1, 2)
 
-def rotated_row_bytes(width: int, bits: int = 1) -> int:
+
+def rotated_row_bytes(width: int, bits: float = 1) -> int:
     """Bytes of a row of `width` values in a message."""
-    if bits != 1:
-        raise ValueError(f"expected 1 bit for rotated rows, got {bits}: use minmax for more")
-    return reference.row_bytes(width)
+    if bits not in ROTATED_BITS:
+        raise ValueError(f"expected bits in {ROTATED_BITS} for rotated rows, got {bits}")
+    return reference.row_bytes(width, bits)
 
 
 def rotate_quantize_rows(
@@ -35,7 +41,7 @@ def rotate_quantize_rows(
     index: Tensor | None,
     id: Tensor,
     key: int,
-    bits: int,
+    bits: float,
     unbiased: bool,
     message: Tensor,
     offset: int,
@@ -53,7 +59,7 @@ def rotate_quantize_rows(
             order.
         id: int64 ``(k,)``, the global node id of each message row.
         key: What distinguishes this exchange from others: 64 bits.
-        bits: 1.
+        bits: 1, 2, or 0.5: half of the rotated values have a sign (of rows under 32 values all).
         unbiased: Scale so that the decoded row is the row on average. Otherwise it is the
             closest to the row: its error is 0.36 of the energy, but it shrinks the row, so it is
             for delta coding only.
@@ -78,7 +84,7 @@ def rotate_quantize_rows(
 
 
 def rotate_dequantize_rows(
-    message: Tensor, offset: int, id: Tensor, key: int, bits: int, rows: Tensor
+    message: Tensor, offset: int, id: Tensor, key: int, bits: float, rows: Tensor
 ) -> None:
     """Fills ``rows[k]`` with the row that stands at ``message[k, offset:]``.
 
@@ -87,7 +93,7 @@ def rotate_dequantize_rows(
         offset: Byte of a message row at which the record begins.
         id: int64 ``(k,)``, as it was quantized.
         key: As it was quantized.
-        bits: 1.
+        bits: As it was quantized.
         rows: ``(k, width)``, contiguous; float32, bfloat16 or float16; written.
 
     Raises:
@@ -109,7 +115,7 @@ def rotate_dequantize_add_rows(
     offset: int,
     id: Tensor,
     key: int,
-    bits: int,
+    bits: float,
     index: Tensor,
     counts: Sequence[int],
     rows: Tensor,
@@ -123,7 +129,7 @@ def rotate_dequantize_add_rows(
         offset: Byte of a message row at which the record begins.
         id: int64 ``(k,)``, as it was quantized.
         key: As it was quantized.
-        bits: 1.
+        bits: As it was quantized.
         index: int64 ``(k,)``, values in ``0..n-1``, grouped by peer, ascending and unique inside
             a group.
         counts: Entries of each peer; their sum is k.

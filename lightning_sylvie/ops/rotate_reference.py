@@ -28,13 +28,14 @@ _MAX_ROTATION = 256
 _ROUND_SIGNS = 0x20000000
 _LAST_PIECE_SIGNS = 0x10000000
 _SCALE_NOISE = 0x40000000
+_SIZE_MIDDLE, _SIZE_HALF, _SIZE_LIMIT = 0.9814, 0.5286, 0.9816
 _NAN = float("nan")
 
 
-def row_bytes(width: int) -> int:
+def row_bytes(width: int, bits: float) -> int:
     """Codes, a scale per piece and, unless the row is narrow, a mean."""
     mean_bytes = 2 if width >= NARROW_WIDTH else 0
-    return (width + 7) // 8 + 2 * len(_pieces(width)) + mean_bytes if width > 0 else 0
+    return _code_bytes(width, bits) + 2 * len(_pieces(width)) + mean_bytes if width > 0 else 0
 
 
 def rotate_quantize_rows(
@@ -42,7 +43,7 @@ def rotate_quantize_rows(
     index: Tensor | None,
     id: Tensor,
     key: int,
-    bits: int,
+    bits: float,
     unbiased: bool,
     message: Tensor,
     offset: int,
@@ -59,22 +60,24 @@ def rotate_quantize_rows(
     normal = _normalizer(values)
     mean = _sent_mean(values) if has_mean else torch.zeros_like(normal)
     rotated = rotate((values - mean) * normal, keys)
-    scales = _sent_scales(rotated, normal, keys, unbiased)
+    codes, shapes = _codes(rotated, bits)
+    scales = _sent_scales(rotated, shapes, normal, keys, unbiased)
     is_bad |= ~(scales.isfinite().all(1, keepdim=True) | is_constant)
     side = bf16_bytes(torch.cat([scales, mean], 1) if has_mean else scales)
-    record = torch.cat([pack(rotated.signbit().long(), bits), side], 1)
+    record = torch.cat([codes, side], 1)
+    num_codes = codes.size(1)
     if has_mean:
-        record = torch.where(is_constant, _constant_record(values, record), record)
-    record = torch.where(is_bad, _bad_record(width, record), record)
+        record = torch.where(is_constant, _constant_record(values, num_codes, record), record)
+    record = torch.where(is_bad, _bad_record(num_codes, record), record)
     message[:, offset : offset + record.size(1)] = record
     report_bad(is_bad[:, 0], bad)
 
 
 def rotate_dequantize_rows(
-    message: Tensor, offset: int, id: Tensor, key: int, bits: int, rows: Tensor
+    message: Tensor, offset: int, id: Tensor, key: int, bits: float, rows: Tensor
 ) -> None:
     """See `ops.rotate_dequantize_rows`."""
-    rows.copy_(_decode(message, offset, noise.row_keys(key, id), rows.size(1)))
+    rows.copy_(_decode(message, offset, noise.row_keys(key, id), bits, rows.size(1)))
 
 
 def rotate_dequantize_add_rows(
@@ -82,13 +85,13 @@ def rotate_dequantize_add_rows(
     offset: int,
     id: Tensor,
     key: int,
-    bits: int,
+    bits: float,
     index: Tensor,
     counts: Sequence[int],
     rows: Tensor,
 ) -> None:
     """See `ops.rotate_dequantize_add_rows`."""
-    values = _decode(message, offset, noise.row_keys(key, id), rows.size(1))
+    values = _decode(message, offset, noise.row_keys(key, id), bits, rows.size(1))
     add_groups(values, index, counts, rows)
 
 
@@ -187,17 +190,60 @@ def _sent_mean(values: Tensor) -> Tensor:
     return torch.where(total.isfinite(), mean, 0.0)
 
 
+def _sent(width: int, bits: float, device: torch.device) -> Tensor:
+    """Which columns have a code: bool ``(width,)``."""
+    is_sent = torch.ones(width, dtype=torch.bool, device=device)
+    if bits < 1 and width >= NARROW_WIDTH:
+        is_sent = torch.arange(width, device=device) % _BLOCK < _BLOCK // 2
+    return is_sent
+
+
+def _code_bytes(width: int, bits: float) -> int:
+    num_sent = int(_sent(width, bits, torch.device("cpu")).sum())
+    return (num_sent * (2 if bits == 2 else 1) + 7) // 8
+
+
+def _codes(rotated: Tensor, bits: float) -> tuple[Tensor, Tensor]:
+    """Code bytes ``(k, n)`` of the values, and the absolute values ``(k, width)`` they stand for,
+    in units of their scale.
+    """
+    width, signs = rotated.size(1), rotated.signbit().long()
+    is_sent = _sent(width, bits, rotated.device)
+    if bits < 2:
+        return pack(signs[:, is_sent], 1), is_sent.float().expand_as(rotated)
+    is_large = torch.cat(
+        [_normal_sizes(rotated[:, begin:end]) >= 1 for begin, end in _pieces(width)], 1
+    )
+    blocks = zip(signs.split(_BLOCK, 1), is_large.long().split(_BLOCK, 1), strict=True)
+    return pack(torch.cat([part for pair in blocks for part in pair], 1), 1), _sizes(is_large)
+
+
+def _normal_sizes(piece: Tensor) -> Tensor:
+    """Absolute values, with the limit between the sizes of 2-bit codes at 1."""
+    squares = _lane_sum(piece * piece)
+    factor = 1 / (_SIZE_LIMIT * (squares / piece.size(1)).sqrt())
+    return (piece * torch.where(squares > 0, factor, 0.0)).abs()
+
+
+def _sizes(is_large: Tensor) -> Tensor:
+    half = torch.tensor(_SIZE_HALF, device=is_large.device)
+    return torch.where(is_large, half, -half) + _SIZE_MIDDLE
+
+
 def _sent_scales(
-    rotated: Tensor, normal: Tensor, keys: tuple[Tensor, Tensor], unbiased: bool
+    rotated: Tensor, shapes: Tensor, normal: Tensor, keys: tuple[Tensor, Tensor], unbiased: bool
 ) -> Tensor:
-    """The size of all values of each piece, rounded to bf16 stochastically."""
+    """What multiplies the codes of each piece, rounded to bf16 stochastically."""
     scales, width = [], rotated.size(1)
     shrink = 2.0 ** -((_left_to_scale(width) + 1) // 2)
     for begin, end in _pieces(width):
-        piece = rotated[:, begin:end]
-        sizes = _lane_sum(piece.abs())
-        best = _lane_sum(piece * piece) / sizes if unbiased else sizes / (end - begin)
-        scales.append(torch.where(sizes == 0, 0.0, best * shrink / normal))
+        piece, shape = rotated[:, begin:end], shapes[:, begin:end]
+        products = _lane_sum(piece.abs() * shape)
+        if unbiased:
+            best = _lane_sum(piece * piece) / products
+        else:
+            best = products / _lane_sum(shape * shape)
+        scales.append(torch.where(products == 0, 0.0, best * shrink / normal))
     scale = torch.cat(scales, 1)
     counters = _SCALE_NOISE + torch.arange(scale.size(1), device=scale.device)
     words = float_bits(scale) + (noise.random_bits(keys, counters) >> 16)
@@ -217,40 +263,54 @@ def _lane_sum(values: Tensor) -> Tensor:
     return lanes
 
 
-def _constant_record(values: Tensor, record: Tensor) -> Tensor:
+def _constant_record(values: Tensor, num_codes: int, record: Tensor) -> Tensor:
     """Lower half of the value in the first codes, a mark in the first scale, upper half last."""
-    width = values.size(1)
     value_bytes = values[:, :1].contiguous().view(torch.uint8)
     constant = torch.zeros_like(record)
     constant[:, :2] = value_bytes[:, :2]
-    constant[:, (width + 7) // 8 + 1] = 0x80
+    constant[:, num_codes + 1] = 0x80
     constant[:, -2:] = value_bytes[:, 2:]
     return constant
 
 
-def _bad_record(width: int, record: Tensor) -> Tensor:
+def _bad_record(num_codes: int, record: Tensor) -> Tensor:
     """Codes of 0, scales and mean of NaN."""
-    num_codes = (width + 7) // 8
     side = torch.full((1, (record.size(1) - num_codes) // 2), _NAN, device=record.device)
     codes = record.new_zeros(1, num_codes)
     return torch.cat([codes, bf16_bytes(side)], 1)
 
 
-def _decode(message: Tensor, offset: int, keys: tuple[Tensor, Tensor], width: int) -> Tensor:
+def _decode(
+    message: Tensor, offset: int, keys: tuple[Tensor, Tensor], bits: float, width: int
+) -> Tensor:
     if width == 0:
         return torch.zeros(message.size(0), 0, device=message.device)
-    record = message[:, offset : offset + row_bytes(width)]
-    num_codes, pieces = (width + 7) // 8, _pieces(width)
+    record = message[:, offset : offset + row_bytes(width, bits)]
+    num_codes, pieces = _code_bytes(width, bits), _pieces(width)
     side = from_bf16_bytes(record[:, num_codes:])
     sizes = [end - begin for begin, end in pieces]
     size = side[:, : len(pieces)] * 2.0 ** -(_left_to_scale(width) // 2)
     scale = size.repeat_interleave(
         torch.tensor(sizes, device=side.device), dim=1, output_size=width
     )
-    signs = unpack(record[:, :num_codes], width, 1)
-    values = rotate_back(torch.where(signs == 1, -scale, scale), keys)
+    is_minus, shape = _shapes(record[:, :num_codes], bits, width)
+    scale = scale * shape
+    values = rotate_back(torch.where(is_minus, -scale, scale), keys)
     if width < NARROW_WIDTH:
         return values + 0.0
     constant = torch.cat([record[:, :2], record[:, -2:]], 1).view(torch.float32)
     is_constant = float_bits(side[:, :1]) == 0x80000000
     return torch.where(is_constant, constant, values + side[:, -1:])
+
+
+def _shapes(codes: Tensor, bits: float, width: int) -> tuple[Tensor, Tensor]:
+    """Signs (True is minus) and absolute values ``(k, width)`` of codes; see `_codes`."""
+    if bits < 2:
+        is_sent = _sent(width, bits, codes.device)
+        is_minus = is_sent.expand(codes.size(0), -1).clone()
+        is_minus[:, is_sent] = unpack(codes, int(is_sent.sum()), 1) == 1
+        return is_minus, is_sent.float()
+    counts = [min(_BLOCK, width - begin) for begin in range(0, width, _BLOCK)]
+    parts = unpack(codes, 2 * width, 1).split([n for count in counts for n in (count, count)], 1)
+    is_minus, is_large = torch.cat(parts[::2], 1) == 1, torch.cat(parts[1::2], 1) == 1
+    return is_minus, _sizes(is_large)

@@ -8,23 +8,23 @@ from typing import final
 from torch import Tensor
 
 from lightning_sylvie.quantizer.base import Noise, Quantizer
-from lightning_sylvie.quantizer.coded import Coded, MinMax, Rotated
+from lightning_sylvie.quantizer.coded import Centroid, Coded, MinMax, Rotated
 from lightning_sylvie.quantizer.plain import Full, Half
 
 NARROW = 16
 """Rows of fewer values (attention logits, degrees) travel in 16 bits: codes would ruin them."""
 
-BITS = (1, 2, 4, 8, 16, 32)
-CODES: dict[str, type[Coded]] = {"minmax": MinMax, "rotated": Rotated}
+BITS = (0.5, 1, 2, 4, 8, 16, 32)
+CODES: dict[str, type[Coded]] = {"minmax": MinMax, "rotated": Rotated, "centroid": Centroid}
 
 
-def choose(bits: int, quantizer: str | Quantizer = "auto") -> Quantizer:
+def choose(bits: float, quantizer: str | Quantizer = "auto") -> Quantizer:
     """The quantizer for `bits` per value, safe for rows of any type and width.
 
     Args:
-        bits: 1, 2, 4, 8, 16 (a cast) or 32 (as they are).
-        quantizer: ``"minmax"``, ``"rotated"`` (1 bit), ``"auto"`` (rotated at 1 bit, else minmax),
-            or an instance, whose own bits count.
+        bits: 0.5, 1, 2, 4, 8, 16 (a cast) or 32 (as they are).
+        quantizer: ``"minmax"`` (1 to 8 bits), ``"rotated"`` (up to 2), ``"centroid"`` (1),
+            ``"auto"`` (rotated where it can, else minmax), or an instance, whose own bits count.
 
     Raises:
         ValueError: For unknown bits or names, or bits that the quantizer does not have.

@@ -25,9 +25,9 @@ class Coded(Quantizer):
         ValueError: For bits that the code does not have.
     """
 
-    BITS: tuple[int, ...]
+    BITS: tuple[float, ...]
 
-    def __init__(self, bits: int = 1) -> None:
+    def __init__(self, bits: float = 1) -> None:
         if bits not in self.BITS:
             raise ValueError(f"expected bits in {self.BITS} for {type(self).__name__}, got {bits}")
         self.bits = bits
@@ -100,32 +100,14 @@ class Coded(Quantizer):
     ) -> None: ...
 
 
-@final
-class MinMax(Coded):
-    """The paper's code: levels between a row's minimum and maximum, rounded stochastically.
-
-    Unbiased; per value variance at most scale^2 / 4, where scale = range / (2^bits - 1)
-    (Quantizer and Dequantizer sections, Equations 3 to 5 of the paper).
-    """
-
-    BITS = (1, 2, 4, 8)
+class _Levels(Coded):
+    """Codes that are read as ``code * scale + zero``."""
 
     def _row_bytes(self, width: int) -> int:
-        return ops.minmax_row_bytes(width, self.bits)
-
-    def _quantize(
-        self,
-        rows: Tensor,
-        index: Tensor | None,
-        noise: Noise,
-        message: Tensor,
-        offset: int,
-        bad: Tensor,
-    ) -> None:
-        ops.quantize_rows(rows, index, noise.id, noise.key, self.bits, message, offset, bad)
+        return ops.minmax_row_bytes(width, int(self.bits))
 
     def _dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
-        ops.dequantize_rows(message, offset, self.bits, rows)
+        ops.dequantize_rows(message, offset, int(self.bits), rows)
 
     def _dequantize_add(
         self,
@@ -136,24 +118,67 @@ class MinMax(Coded):
         counts: Sequence[int],
         rows: Tensor,
     ) -> None:
-        ops.dequantize_add_rows(message, offset, self.bits, index, counts, rows)
+        ops.dequantize_add_rows(message, offset, int(self.bits), index, counts, rows)
+
+
+@final
+class MinMax(_Levels):
+    """The paper's code: levels between a row's minimum and maximum, rounded stochastically.
+
+    Unbiased; per value variance at most scale^2 / 4, where scale = range / (2^bits - 1)
+    (Quantizer and Dequantizer sections, Equations 3 to 5 of the paper).
+    """
+
+    BITS = (1, 2, 4, 8)
+
+    def _quantize(
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        noise: Noise,
+        message: Tensor,
+        offset: int,
+        bad: Tensor,
+    ) -> None:
+        ops.quantize_rows(rows, index, noise.id, noise.key, int(self.bits), message, offset, bad)
+
+
+@final
+class Centroid(_Levels):
+    """Two levels per row, the means of its lower and its upper values: small error, but biased.
+
+    For comparison: what a row loses in every epoch alike, training does not average out.
+    """
+
+    BITS = (1,)
+
+    def _quantize(
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        noise: Noise,
+        message: Tensor,
+        offset: int,
+        bad: Tensor,
+    ) -> None:
+        ops.centroid_quantize_rows(rows, index, noise.id, noise.key, message, offset, bad)
 
 
 @final
 class Rotated(Coded):
-    """Signs of the centred row after a random rotation of its own (DRIVE).
+    """Signs of the centred row after a random rotation of its own (DRIVE), or two bits (EDEN).
 
     A row's error neither depends on its few largest values nor resembles that of other rows, so it
     averages out where rows are aggregated.
 
     Args:
-        bits: Bits per value.
+        bits: Bits per value; 0.5 sends signs of half of the rotated values.
         unbiased: False: the scale of the least error, which shrinks rows.
     """
 
-    BITS = (1,)
+    BITS = ops.ROTATED_BITS
 
-    def __init__(self, bits: int = 1, *, unbiased: bool = True) -> None:
+    def __init__(self, bits: float = 1, *, unbiased: bool = True) -> None:
         super().__init__(bits)
         self.unbiased = unbiased
 
