@@ -64,9 +64,13 @@ class GroupTransport(Transport):
 
     @final
     def _start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], name: str
+        self,
+        message: Tensor,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        name: str,
     ) -> Pending:
-        rows = message.new_empty(sum(recv_counts), message.shape[1])
         transfer = Transfer(self, message, rows, name)
         self._under_way.append(transfer)
         self._num_started += 1
@@ -129,8 +133,9 @@ class GroupTransport(Transport):
         if data:
             message[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         message = message.view(-1, 1).to(self.device)
-        pending = self._start(message, send_counts, recv_counts, "objects")
-        parts = [part.cpu().numpy().tobytes() for part in torch.split(pending.wait(), recv_counts)]
+        rows = message.new_empty(sum(recv_counts), 1)
+        self._start(message, rows, send_counts, recv_counts, "objects").wait()
+        parts = [part.cpu().numpy().tobytes() for part in torch.split(rows, recv_counts)]
         parts[self.rank] = data
         return parts
 

@@ -68,10 +68,15 @@ class Threads(Transport):
         pass
 
     def _start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], name: str
+        self,
+        message: Tensor,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        name: str,
     ) -> Pending:
-        blocks = self._meeting.swap(self.rank, message.split(list(send_counts)))
-        return _Swapped(torch.cat([block[self.rank] for block in blocks]))
+        blocks = self._meeting.swap(self.rank, message.clone().split(list(send_counts)))
+        return _Swapped(rows.copy_(torch.cat([block[self.rank] for block in blocks])))
 
     def _all_reduce(self, tensor: Tensor) -> None:
         values = self._meeting.swap(self.rank, tensor.clone())

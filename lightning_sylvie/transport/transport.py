@@ -33,9 +33,10 @@ class Transport(ABC):
         rank: This rank.
         num_ranks: Ranks of the group.
         device: Where messages live.
-        bytes_sent: Payload bytes sent to each rank by `start` so far, exactly rows * stride.
+        bytes_sent: Payload bytes sent to each rank by `start` and `send_receive` so far.
         bytes_received: Payload bytes from each rank, likewise.
         num_exchanges: Calls of `start` so far.
+        num_steps: Calls of `send_receive` so far.
         num_all_reduces: Calls of `all_reduce` so far.
     """
 
@@ -46,6 +47,7 @@ class Transport(ABC):
         self.bytes_sent = [0] * num_ranks
         self.bytes_received = [0] * num_ranks
         self.num_exchanges = 0
+        self.num_steps = 0
         self.num_all_reduces = 0
 
     @final
@@ -66,13 +68,10 @@ class Transport(ABC):
             PeerError: If a rank is gone.
         """
         self._check(message, send_counts, recv_counts)
-        stride = message.shape[1]
         self.num_exchanges += 1
-        for peer in range(self.num_ranks):
-            self.bytes_sent[peer] += send_counts[peer] * stride
-            self.bytes_received[peer] += recv_counts[peer] * stride
+        rows = message.new_empty(sum(recv_counts), message.shape[1])
         name = f"halo rows in exchange {self.num_exchanges}"
-        return self._start(message, send_counts, recv_counts, name)
+        return self._counted(message, rows, send_counts, recv_counts, name)
 
     @final
     def exchange(
@@ -80,6 +79,31 @@ class Transport(ABC):
     ) -> Tensor:
         """`start` and `Pending.wait` in one."""
         return self.start(message, send_counts, recv_counts).wait()
+
+    @final
+    def send_receive(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
+        """Starts to send one tensor to a rank and to receive one from a rank, which may differ.
+
+        Every rank calls it in every step of a collective, with empty tensors (and any ranks) where
+        it has nothing to send or to receive.
+
+        Args:
+            outgoing: Contiguous; not changed until `Pending.wait` has returned.
+            to: Who receives it.
+            incoming: Contiguous; filled when `Pending.wait` has returned.
+            source: Who sends it. Its tensor must have as many bytes.
+
+        Raises:
+            PeerError: If a rank is gone.
+        """
+        self.num_steps += 1
+        message, rows = (
+            part.view(-1).view(torch.uint8).view(-1, 1) for part in (outgoing, incoming)
+        )
+        send_counts, recv_counts = [0] * self.num_ranks, [0] * self.num_ranks
+        send_counts[to], recv_counts[source] = len(message), len(rows)
+        name = f"part of a sum in step {self.num_steps}"
+        return self._counted(message, rows, send_counts, recv_counts, name)
 
     @final
     def all_reduce(self, tensor: Tensor) -> None:
@@ -109,11 +133,31 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], name: str
-    ) -> Pending: ...
+        self,
+        message: Tensor,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        name: str,
+    ) -> Pending:
+        """Starts to move `message` out and to fill `rows`, uint8 of one stride."""
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> None: ...
+
+    def _counted(
+        self,
+        message: Tensor,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        name: str,
+    ) -> Pending:
+        stride = message.shape[1]
+        for peer in range(self.num_ranks):
+            self.bytes_sent[peer] += send_counts[peer] * stride
+            self.bytes_received[peer] += recv_counts[peer] * stride
+        return self._start(message, rows, send_counts, recv_counts, name)
 
     def _check(
         self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
