@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sylvie.attach import Attachment, Exchange
 from lightning_sylvie.exchange import Halo
-from lightning_sylvie.gradient import GradientReducer
+from lightning_sylvie.gradient import GradientReducer, GradientSum
 from lightning_sylvie.loss import LossReduction, as_global, loss_share, silence
 from lightning_sylvie.rowless import taking_no_rows
 from lightning_sylvie.shard import Shard
@@ -29,6 +29,7 @@ class Run:
         transports: For halo rows, and for sums of values and gradients.
         exchange: As in `SylvieStrategy`.
         loss_reduction: Likewise.
+        all_reduce: Likewise.
         debug: Likewise.
     """
 
@@ -40,11 +41,13 @@ class Run:
         *,
         exchange: Exchange,
         loss_reduction: LossReduction,
+        all_reduce: GradientSum,
         debug: bool,
     ) -> None:
         self._module, self._transports = module, transports
         self._sums = transports[1]
         self._reduction, self._checking = loss_reduction, debug
+        self._gradient_sum = all_reduce
         self.attachment = Attachment(module, halo, exchange=exchange)
         self.log = StepLog(module, self._sums)
         module.log = self.log  # type: ignore[method-assign]
@@ -55,12 +58,14 @@ class Run:
 
     def detach(self) -> None:
         """Gives the module its own layers and its own `log` back."""
+        if self._reducer is not None:
+            self._reducer.close()
         self.attachment.detach()
         self._module.__dict__.pop("log", None)
 
     def prepare_gradients(self) -> None:
         """Makes room for the sums of gradients; when the parameters have their sizes and device."""
-        self._reducer = GradientReducer(self._module.parameters(), self._sums)
+        self._reducer = GradientReducer(self._module.parameters(), self._sums, self._gradient_sum)
 
     def train(self, step: Callable[[], Any], batch: Any, shard: Shard) -> Any:
         """The output of a training step, with the loss of the whole graph as its loss's value."""
@@ -84,7 +89,7 @@ class Run:
         return output
 
     def backward(self, loss: Tensor, backward: Callable[[Tensor], None]) -> None:
-        """Backward of this rank's share, then the sum of all gradients over the ranks.
+        """Backward of this rank's share, and the sum of all gradients over the ranks.
 
         The share is scaled up by the number of ranks and the sum down by it, so gradients that an
         earlier backward of the same step has summed already stay as they are. Hooks after backward
@@ -94,12 +99,15 @@ class Run:
         assert self._reducer is not None
         num_ranks = self._sums.num_ranks
         halo, epoch = self.attachment.halo, self._module.trainer.global_step
-        with self._failing_together(), halo.using(self._shard, epoch=epoch):
+        with (
+            self._failing_together(),
+            halo.using(self._shard, epoch=epoch),
+            self._reducer.overlapping(scale=1.0 / num_ranks),
+        ):
             scaled = loss if num_ranks == 1 else loss * (self._share * num_ranks)
             if not self._share:
                 silence(scaled)
             backward(scaled)
-            self._reducer.reduce(scale=1.0 / num_ranks)
 
     @contextmanager
     def _using(self, shard: Shard, stage: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_sylvie.attach import Exchange, wants_out_edges
 from lightning_sylvie.batch import OneBatch, ShardData, shard_in
 from lightning_sylvie.exchange import Halo
+from lightning_sylvie.gradient import GradientSum
 from lightning_sylvie.lazy import first_loader, initialize, is_lazy
 from lightning_sylvie.loss import LossReduction
 from lightning_sylvie.options import (
@@ -60,6 +61,8 @@ class SylvieStrategy(DDPStrategy):
         loss_reduction: What `training_step` returns: the ``"mean"`` over the batch's `train_mask`
             (all its nodes without one), a ``"sum"``, or a weighted mean: a function of the batch
             that gives the sum of its weights.
+        all_reduce: How gradients are summed: ``"auto"`` (the backend's own way), another algorithm
+            of `GradientSum` by name, or a `GradientSum`.
         debug: Compare every exchange of the first step over the ranks before it starts.
         timeout: How long a rank waits for another before it gives up.
         start_method: How processes are started: ``"popen"`` (the script again), ``"spawn"``,
@@ -85,6 +88,7 @@ class SylvieStrategy(DDPStrategy):
         cache_dir: str | Path | None = None,
         keep_features: bool = True,
         loss_reduction: LossReduction = "mean",
+        all_reduce: str | GradientSum = "auto",
         debug: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -110,6 +114,7 @@ class SylvieStrategy(DDPStrategy):
         self.gradient_quantizer = choose(gradient_bits or bits, gradient_quantizer or quantizer)
         self.partition, self.cache_dir = resolve(partition), cache_dir
         self.loss_reduction, self.debug, self.keep_features = loss_reduction, debug, keep_features
+        self.all_reduce = GradientSum.of(all_reduce)
         self._transports: list[Transport] = []
         self._store: Any = None
         self._placement: Placement | None = None
@@ -178,6 +183,7 @@ class SylvieStrategy(DDPStrategy):
             self._transports,
             exchange=self.exchange,
             loss_reduction=self.loss_reduction,
+            all_reduce=self.all_reduce,
             debug=self.debug,
         )
         for callback in trainer.callbacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -87,4 +88,4 @@ class _Tour:
 
 def _cut(values: Tensor, num_parts: int) -> list[Tensor]:
     ends = bounds(len(values), num_parts)
-    return [values[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [values[start:end] for start, end in pairwise(ends)]

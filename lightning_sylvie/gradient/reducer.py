@@ -1,0 +1,116 @@
+"""Sums parameter gradients over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from torch.nn import Parameter
+
+from lightning_sylvie.all_reduce import choose
+from lightning_sylvie.gradient.bucket import Bucket, fuse
+from lightning_sylvie.gradient.lane import lane_on
+from lightning_sylvie.gradient.readiness import Readiness
+from lightning_sylvie.gradient.way import GradientSum
+from lightning_sylvie.transport import Transport
+
+
+class GradientReducer:
+    """Replaces every gradient by its sum over the ranks, in buckets of many gradients.
+
+    Each rank's loss holds its own nodes' share of the global loss, so the sum is the gradient of
+    the global loss, and it has the same bits on every rank. The transport must be another than that
+    of halo rows: inside `overlapping` buckets travel beside the exchanges of backward, and nobody
+    else may use the transport there.
+
+    float64 is summed in float64, everything else in float32.
+
+    Args:
+        parameters: The same on every rank, in the same order. Those that do not require a
+            gradient when gradients are summed are left alone.
+        transport: Sums over the ranks.
+        way: How.
+
+    Raises:
+        ValueError: If the parameters are on several devices.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        transport: Transport,
+        way: GradientSum = GradientSum(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        unique = list(dict.fromkeys(parameters))
+        if len(devices := {parameter.device for parameter in unique}) > 1:
+            raise ValueError(
+                f"expected all parameters on one device, got {sorted(map(str, devices))}"
+            )
+        self._buckets = fuse(unique, way.bucket_bytes)
+        self._transport = transport
+        self._all_reduce = choose(way.all_reduce)
+        self._overlap = way.overlap and transport.num_ranks > 1 and len(self._buckets) > 1
+        self._readiness = Readiness(self._buckets)
+
+    @property
+    def signature(self) -> str:
+        """What must agree among the ranks, for `check_signature`."""
+        return "; ".join(bucket.signature for bucket in self._buckets)
+
+    @contextmanager
+    def overlapping(self, *, scale: float = 1.0) -> Iterator[None]:
+        """Sums the gradients of the one backward inside: they are there when the context ends.
+
+        Args and errors are those of `reduce`. If backward raises, sums under way are given up.
+        """
+        if not self._overlap:
+            yield
+            self.reduce(scale=scale)
+            return
+        lane = lane_on(self._transport.device)
+
+        def start(bucket: Bucket) -> None:
+            bucket.fill()
+            lane.run(partial(self._sum, bucket))
+
+        try:
+            with self._readiness.watching(start):
+                yield
+        except BaseException:
+            lane.leave()
+            raise
+        started = self._readiness.num_started
+        lane.join()
+        self._finish(self._buckets[started:], scale)
+
+    def reduce(self, *, scale: float = 1.0) -> None:
+        """Sums the gradients; call it on every rank after backward.
+
+        Args:
+            scale: Multiplies the sums. With losses multiplied by the number of ranks and 1 / that
+                number here, gradients that are reduced already count once in a second call.
+
+        Raises:
+            ValueError: If a gradient is sparse.
+            RuntimeError: If a parameter requires a gradient on some ranks only.
+            PeerError: If a rank is gone.
+        """
+        if self._transport.num_ranks == 1 and scale == 1.0:
+            return
+        self._finish(self._buckets, scale)
+
+    def close(self) -> None:
+        """Leaves the parameters as they were found."""
+        self._readiness.close()
+
+    def _sum(self, bucket: Bucket) -> None:
+        self._all_reduce(bucket.buffer, self._transport)
+
+    def _finish(self, rest: Sequence[Bucket], scale: float) -> None:
+        """Sums the buckets that are not summed yet, and hands all sums out."""
+        for bucket in rest:
+            bucket.fill()
+            self._sum(bucket)
+        for bucket in self._buckets:
+            bucket.hand_out(self._transport, scale)
