@@ -4,7 +4,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightning_sylvie.attach import RefusedLayerError
 from lightning_sylvie.datamodule import GraphDataModule
+from lightning_sylvie.gradient import GradientSum
 from lightning_sylvie.module import SylvieModule
+from lightning_sylvie.optimizer import DistributedOptimizer
 from lightning_sylvie.strategy import SylvieStrategy
 from lightning_sylvie.transport import PeerError
 
@@ -13,4 +15,12 @@ try:
 except PackageNotFoundError:  # used from its source folder
     __version__ = "0+unknown"
 
-__all__ = ["GraphDataModule", "PeerError", "RefusedLayerError", "SylvieModule", "SylvieStrategy"]
+__all__ = [
+    "DistributedOptimizer",
+    "GradientSum",
+    "GraphDataModule",
+    "PeerError",
+    "RefusedLayerError",
+    "SylvieModule",
+    "SylvieStrategy",
+]

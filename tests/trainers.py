@@ -139,10 +139,12 @@ class Setting:
     Attributes:
         num_ranks: 0: one device and no strategy of ours.
         folder: Empty; the same on all ranks.
+        options: Of every `SylvieStrategy` here, beside a case's own.
     """
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self.num_ranks, self.folder = num_ranks, folder
+        self.options: dict[str, Any] = {}
 
     @property
     def rank(self) -> int:
@@ -151,7 +153,8 @@ class Setting:
     def strategy(self, **options: Any) -> Any:
         if not self.num_ranks:
             return "auto"
-        options = {"partition": "random", "cache_dir": self.folder / "parts", **options}
+        place = {"partition": "random", "cache_dir": self.folder / "parts"}
+        options = {**place, **self.options, **options}
         return SylvieStrategy(cluster_environment=Launched(), **options)
 
     def trainer(self, *, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:

@@ -2,5 +2,6 @@
 
 from lightning_sylvie.all_reduce.algorithm import AllReduce
 from lightning_sylvie.all_reduce.choice import ALGORITHMS, choose
+from lightning_sylvie.all_reduce.compressed import Compressed
 
-__all__ = ["AllReduce", "ALGORITHMS", "choose"]
+__all__ = ["AllReduce", "ALGORITHMS", "Compressed", "choose"]

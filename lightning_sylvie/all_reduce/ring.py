@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import final
 
-import torch
 from torch import Tensor
 
 from lightning_sylvie.all_reduce.algorithm import AllReduce, bounds, largest
@@ -55,8 +54,8 @@ class _Tour:
         num_ranks = transport.num_ranks
         self._transport, self._num_segments = transport, num_segments
         self._blocks = [_cut(block, num_segments) for block in _cut(values, num_ranks)]
-        most = largest(len(values), num_ranks)
-        self._room = _cut(torch.empty(most, dtype=values.dtype, device=values.device), num_segments)
+        most = largest(largest(len(values), num_ranks), num_segments)
+        self._room = values.new_empty(num_segments, most)  # for arriving segments
 
     def run(self) -> None:
         num_steps = 2 * (self._transport.num_ranks - 1)

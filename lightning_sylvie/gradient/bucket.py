@@ -21,6 +21,11 @@ class Bucket:
     Args:
         parameters: By their number in the model.
         dtype: To sum in.
+
+    Attributes:
+        buffer: ``(size,)``: `values` and `flags` behind each other.
+        values: The gradients.
+        flags: For each parameter whether it is used here; then, whether it is trainable here.
     """
 
     def __init__(self, parameters: dict[int, Parameter], dtype: torch.dtype) -> None:
@@ -34,7 +39,8 @@ class Bucket:
             self._grads = [
                 part.view(value.shape) for part, value in zip(parts, values, strict=False)
             ]
-            self._flags = parts[-1]  # used here, for each; then trainable here, for each
+            self.values = self.buffer[: sum(sizes)]
+            self.flags = parts[-1]
 
     @property
     def signature(self) -> str:
@@ -61,13 +67,13 @@ class Bucket:
             torch._foreach_copy_(targets, grads)
         used = [_used(parameter) for parameter in self.parameters]
         trainable = [parameter.requires_grad for parameter in self.parameters]
-        self._flags.copy_(torch.tensor(used + trainable))
+        self.flags.copy_(torch.tensor(used + trainable))
 
     @torch.no_grad()
     def hand_out(self, transport: Transport, scale: float) -> None:
         """Scales the sums and copies them back, also to a parameter that only other ranks used."""
         if scale != 1.0:
-            self.buffer[: -len(self._flags)].mul_(scale)
+            self.values.mul_(scale)
         targets, sums, unused = [], [], []
         for index, (total, parameter) in enumerate(zip(self._grads, self.parameters, strict=True)):
             if _used(parameter):
@@ -82,7 +88,7 @@ class Bucket:
             self._hand_to_unused(unused, transport)
 
     def _hand_to_unused(self, unused: list[int], transport: Transport) -> None:
-        used, trainable = self._flags.view(2, -1).round().int().tolist()
+        used, trainable = self.flags.view(2, -1).round().int().tolist()
         for index in unused:
             parameter = self.parameters[index]
             if trainable[index] not in (0, transport.num_ranks):

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch.nn import Parameter
 
-from lightning_sylvie.all_reduce import choose
+from lightning_sylvie.all_reduce import Compressed, choose
 from lightning_sylvie.gradient.bucket import Bucket, fuse
 from lightning_sylvie.gradient.lane import lane_on
 from lightning_sylvie.gradient.readiness import Readiness
 from lightning_sylvie.gradient.way import GradientSum
+from lightning_sylvie.quantizer import Rotated
+from lightning_sylvie.quantizer import choose as choose_code
 from lightning_sylvie.transport import Transport
 
 
@@ -50,6 +53,9 @@ class GradientReducer:
         self._buckets = fuse(unique, way.bucket_bytes)
         self._transport = transport
         self._all_reduce = choose(way.all_reduce)
+        self._compressed: dict[Bucket, Compressed] = {}
+        if way.bits < 32 and transport.num_ranks > 1:
+            self._compress(way.bits)
         self._overlap = way.overlap and transport.num_ranks > 1 and len(self._buckets) > 1
         self._readiness = Readiness(self._buckets)
 
@@ -104,8 +110,19 @@ class GradientReducer:
         """Leaves the parameters as they were found."""
         self._readiness.close()
 
+    def _compress(self, bits: int) -> None:
+        code = choose_code(bits, Rotated(unbiased=False) if bits == 1 else "auto")
+        for bucket in self._buckets:
+            size = len(bucket.values)
+            if size and bucket.values.dtype == torch.float32:
+                self._compressed[bucket] = Compressed(code, size, self._transport)
+
     def _sum(self, bucket: Bucket) -> None:
-        self._all_reduce(bucket.buffer, self._transport)
+        if (compressed := self._compressed.get(bucket)) is None:
+            self._all_reduce(bucket.buffer, self._transport)
+        else:
+            compressed(bucket.values)
+            self._all_reduce(bucket.flags, self._transport)
 
     def _finish(self, rest: Sequence[Bucket], scale: float) -> None:
         """Sums the buckets that are not summed yet, and hands all sums out."""

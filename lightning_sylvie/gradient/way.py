@@ -16,6 +16,8 @@ class GradientSum:
             ``"recursive_doubling"``, ``"rabenseifner"``, ``"linear"`` or ``"nonoverlapping"``.
         bucket_bytes: Gradients travel together in buckets of about this size. Small ones start
             earlier, large ones cost fewer messages.
+        bits: Bits per value on the way: 32; 16, or 1 with the error fed back into the next step
+            (see `Compressed`), which go past `all_reduce`. float64 gradients travel as they are.
         overlap: Start a bucket in backward as soon as its gradients are there, not after it.
 
     Raises:
@@ -24,6 +26,7 @@ class GradientSum:
 
     all_reduce: str = "auto"
     bucket_bytes: int = 2**19
+    bits: int = 32
     overlap: bool = True
 
     @classmethod
@@ -35,3 +38,5 @@ class GradientSum:
         choose(self.all_reduce)
         if self.bucket_bytes < 1:
             raise ValueError(f"expected bucket_bytes of at least 1, got {self.bucket_bytes}")
+        if self.bits not in (1, 16, 32):
+            raise ValueError(f"expected bits of gradient sums in (1, 16, 32), got {self.bits}")
