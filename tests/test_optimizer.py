@@ -92,7 +92,7 @@ def test_steps_are_those_of_one_process(num_ranks: int) -> None:
 def use_the_rest() -> None:
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
-    model, inner = build(Adam, lr=0.1)
+    _, inner = build(Adam, lr=0.1)
     if rank == 2:
         return
     optimizer = DistributedOptimizer(inner, pair, GradientSum("linear"), average=True)
@@ -132,5 +132,5 @@ def test_without_other_processes_it_is_the_optimizer() -> None:
     expected = train(*build(SGD, lr=0.1), [0])
     for found, value in zip(train(model, optimizer, [0]), expected, strict=True):
         assert torch.equal(found, value)
-    with pytest.raises(ValueError, match="expected all_reduce in .*got 'star'"):
+    with pytest.raises(ValueError, match=r"expected all_reduce in .*got 'star'"):
         DistributedOptimizer(inner, all_reduce="star")
