@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_sylvie.attach import RefusedLayerError
+from lightning_sylvie.callbacks import BoundedStaleness
 from lightning_sylvie.datamodule import GraphDataModule
 from lightning_sylvie.module import SylvieModule
 from lightning_sylvie.strategy import SylvieStrategy
@@ -13,4 +14,11 @@ try:
 except PackageNotFoundError:  # used from its source folder
     __version__ = "0+unknown"
 
-__all__ = ["GraphDataModule", "PeerError", "RefusedLayerError", "SylvieModule", "SylvieStrategy"]
+__all__ = [
+    "BoundedStaleness",
+    "GraphDataModule",
+    "PeerError",
+    "RefusedLayerError",
+    "SylvieModule",
+    "SylvieStrategy",
+]

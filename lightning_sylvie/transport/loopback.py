@@ -30,9 +30,14 @@ class Loopback(Transport):
         pass
 
     def _start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], name: str
+        self,
+        message: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        rows: Tensor,
+        name: str,
     ) -> Pending:
-        return _Arrived(message.new_empty(0, message.shape[1]))
+        return _Arrived(rows)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         pass

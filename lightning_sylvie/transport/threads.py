@@ -68,10 +68,17 @@ class Threads(Transport):
         pass
 
     def _start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], name: str
+        self,
+        message: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        rows: Tensor,
+        name: str,
     ) -> Pending:
         blocks = self._meeting.swap(self.rank, message.split(list(send_counts)))
-        return _Swapped(torch.cat([block[self.rank] for block in blocks]))
+        torch.cat([block[self.rank] for block in blocks], out=rows)
+        self._meeting.swap(self.rank, None)  # the others have read `message`
+        return _Swapped(rows)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         values = self._meeting.swap(self.rank, tensor.clone())

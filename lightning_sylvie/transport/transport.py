@@ -50,7 +50,12 @@ class Transport(ABC):
 
     @final
     def start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+        self,
+        message: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        rows: Tensor | None = None,
     ) -> Pending:
         """Starts to send the rows of `message`; several exchanges may be under way at once.
 
@@ -60,6 +65,7 @@ class Transport(ABC):
             send_counts: Rows for each rank; 0 for this rank.
             recv_counts: Rows from each rank, of the same stride; 0 for this rank. It must be what
                 the peers send: a longer message than expected ends the process inside gloo.
+            rows: Where to receive, uint8 ``(sum(recv_counts), stride)``; None: in new memory.
 
         Raises:
             ValueError: If message and counts contradict each other.
@@ -67,12 +73,19 @@ class Transport(ABC):
         """
         self._check(message, send_counts, recv_counts)
         stride = message.shape[1]
+        if rows is None:
+            rows = message.new_empty(sum(recv_counts), stride)
+        elif rows.shape != (sum(recv_counts), stride) or not rows.is_contiguous():
+            raise ValueError(
+                f"expected contiguous rows of shape {(sum(recv_counts), stride)}, got shape "
+                f"{tuple(rows.shape)}"
+            )
         self.num_exchanges += 1
         for peer in range(self.num_ranks):
             self.bytes_sent[peer] += send_counts[peer] * stride
             self.bytes_received[peer] += recv_counts[peer] * stride
         name = f"halo rows in exchange {self.num_exchanges}"
-        return self._start(message, send_counts, recv_counts, name)
+        return self._start(message, send_counts, recv_counts, rows, name)
 
     @final
     def exchange(
@@ -109,7 +122,12 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], name: str
+        self,
+        message: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        rows: Tensor,
+        name: str,
     ) -> Pending: ...
 
     @abstractmethod
