@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_sylvie.attach import RefusedLayerError
+from lightning_sylvie.callbacks import BoundedStaleness
 from lightning_sylvie.datamodule import GraphDataModule
 from lightning_sylvie.gradient import GradientSum
 from lightning_sylvie.module import SylvieModule
@@ -16,6 +17,7 @@ except PackageNotFoundError:  # used from its source folder
     __version__ = "0+unknown"
 
 __all__ = [
+    "BoundedStaleness",
     "DistributedOptimizer",
     "GradientSum",
     "GraphDataModule",

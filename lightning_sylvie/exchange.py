@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_sylvie.constants import Constants
+from lightning_sylvie.history import Fresh, History
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Full, Quantizer
 from lightning_sylvie.route import Route, RowIds
@@ -33,6 +35,7 @@ class Halo:
         gradient_quantizer: How their gradients travel; None: likewise.
         seed: Of the noise; the same on every rank.
         keep_features: Move node tensors that never change once, as they are; see `keep`.
+        history: How old halo rows are in training; None: of the same step.
     """
 
     def __init__(
@@ -43,11 +46,14 @@ class Halo:
         *,
         seed: int = 0,
         keep_features: bool = True,
+        history: History | None = None,
     ) -> None:
         self.transport = transport
         self.constants = Constants() if keep_features else None
+        self.history = history or Fresh()
+        self._fresh = Fresh(self.history.lane)
         self._quantizers = quantizer or Full(), gradient_quantizer or quantizer or Full()
-        self._seed = seed
+        self.seed = seed
         self.checking = False
         self._exact = False
         self._epoch = 0
@@ -157,14 +163,14 @@ class Halo:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over the ranks; its gradient is summed too."""
-        summed: Tensor = _Sum.apply(self.transport, tensor)
+        summed: Tensor = _Sum.apply(self._add_up, tensor)
         return summed
 
     def max(self, tensor: Tensor) -> Tensor:
         """The largest `tensor` over the ranks, without a gradient."""
         values = tensor.new_zeros((self.transport.num_ranks, *tensor.shape))
         values[self.transport.rank] = tensor.detach()
-        self.transport.all_reduce(values)
+        self._add_up(values)
         return values.amax(0)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -172,11 +178,14 @@ class Halo:
         self._slot += 1
         if self.checking:
             layout = [(tuple(t.shape[1:]), str(t.dtype), t.requires_grad) for t in tensors]
-            check_signature(self.transport, f"exchange {self._slot}: {layout}")
+            signature = f"exchange {self._slot}: {layout}"
+            self.history.lane.run(partial(check_signature, self.transport, signature))
         if self.plan.num_ranks == 1:
             return tuple(tensors)
+        fresh = exact or self._exact or not all(t.is_floating_point() for t in tensors)
+        history = self._fresh if fresh else self.history
         route = self._route(exact, name)
-        appended: tuple[Tensor, ...] = _Append.apply(route, self._forget, *tensors)
+        appended: tuple[Tensor, ...] = _Append.apply(route, history, self._forget, *tensors)
         return appended
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -200,9 +209,17 @@ class Halo:
             shard.plan,
             self._ids[id(shard)],
             *((Full(), Full()) if exact or self._exact else self._quantizers),
-            key=(self._seed, self._epoch, self._slot),
+            key=(self.seed, self._epoch, self._slot),
             name=name or f"exchange {self._slot}",
+            lane=self.history.lane,
         )
+
+    def _add_up(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by its sum over the ranks."""
+        if tensor.is_cuda:  # NCCL pairs the calls of a group by their order
+            self.history.lane.run(partial(self.transport.all_reduce, tensor), tensor)
+        else:
+            self.transport.all_reduce(tensor)
 
     def _forget(self) -> None:
         self._recent = []
@@ -233,11 +250,11 @@ class Halo:
 class _Append(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, route: Route, forget: Callable[[], None], *tensors: Tensor
+        ctx: Any, route: Route, history: History, forget: Callable[[], None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.route, ctx.forget = route, forget
-        extended = route.push(tensors)
-        wanted = zip(extended, ctx.needs_input_grad[2:], strict=True)
+        ctx.route, ctx.history, ctx.forget = route, history, forget
+        extended = history.push(route, tensors)
+        wanted = zip(extended, ctx.needs_input_grad[3:], strict=True)
         ctx.mark_non_differentiable(*(rows for rows, needed in wanted if not needed))
         return tuple(extended)
 
@@ -245,9 +262,9 @@ class _Append(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.forget()  # rows whose graph is spent must not serve another forward
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        folded = iter(ctx.route.pull([grads[i] for i in wanted]))
-        return None, None, *(next(folded) if i in wanted else None for i in range(len(grads)))
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        folded = iter(ctx.history.pull(ctx.route, [grads[i] for i in wanted]))
+        return None, None, None, *(next(folded) if i in wanted else None for i in range(len(grads)))
 
 
 class _Fold(torch.autograd.Function):
@@ -264,15 +281,15 @@ class _Fold(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transport: Transport, tensor: Tensor) -> Tensor:
-        ctx.transport = transport
+    def forward(ctx: Any, add_up: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
+        ctx.add_up = add_up
         summed = tensor.detach().clone(memory_format=torch.contiguous_format)
-        transport.all_reduce(summed)
+        add_up(summed)
         return summed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         summed = grad.clone(memory_format=torch.contiguous_format)
-        ctx.transport.all_reduce(summed)
+        ctx.add_up(summed)
         return None, summed

@@ -13,6 +13,7 @@ from torch_geometric.data.lightning import LightningNodeData
 from lightning_sylvie.shard import Shard
 
 KNOWN = {
+    "mode": ("sync", "async"),
     "exchange": ("message", "input"),
     "_start_method": ("popen", "spawn", "fork", "forkserver"),
 }
@@ -25,10 +26,6 @@ def check_strategy(strategy: Any) -> None:
         ValueError: With what is expected and what was given.
         TypeError: If the timeout is a number, whose unit is not known.
     """
-    if strategy.mode != "sync":
-        raise ValueError(
-            f'expected mode="sync", got {strategy.mode!r}: this version is synchronous'
-        )
     for name, known in KNOWN.items():
         given = getattr(strategy, name)
         if given not in known:

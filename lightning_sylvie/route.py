@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from lightning_sylvie.lane import Inline, Lane
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Noise, NonFiniteRowError, Quantizer
 from lightning_sylvie.shard import Shard
-from lightning_sylvie.transport import Transport
+from lightning_sylvie.transport import Pending, Transport
 
 
 class RowIds:
@@ -52,6 +54,7 @@ class Route:
         gradient_quantizer: How their gradients travel back.
         key: Seed, epoch and place of the exchange in the step.
         name: The layer and exchange, for messages.
+        lane: Where messages are moved.
     """
 
     transport: Transport
@@ -61,74 +64,138 @@ class Route:
     gradient_quantizer: Quantizer
     key: tuple[int, ...]
     name: str
+    lane: Lane = field(default_factory=Inline)
 
     def push(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Owned rows to the ranks that need them: each tensor with its halo rows appended."""
-        plan, code, rows = self.plan, self.quantizer, [_as_rows(t) for t in tensors]
-        message, offsets = _message(code, rows, plan.num_sent)
-        noises = [self._noise(0, i, self.ids.sent) for i in range(len(rows))]
-        for source, noise, offset in zip(rows, noises, offsets, strict=False):
-            self._finite(code.quantize, source, plan.send_index, noise, message, offset)
-        received = self.transport.exchange(message, plan.send_counts, plan.recv_counts)
-        extended = []
-        for i, (tensor, source) in enumerate(zip(tensors, rows, strict=True)):
-            target = source.new_empty((plan.num_rows, source.shape[1]))
-            target[: plan.num_owned] = source
-            noise = self._noise(0, i, self.ids.received)
-            code.dequantize(received, offsets[i], noise, target[plan.num_owned :])
-            extended.append(target.view(plan.num_rows, *tensor.shape[1:]))
-        return extended
+        targets, halos = self.extend(tensors)
+        self.out.exchange(targets, halos, self.lane)
+        return shaped(targets, tensors)
 
     def pull(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Halo rows back to their owners, who add them: the mirror of `push`."""
-        plan, code, rows = self.plan, self.gradient_quantizer, [_as_rows(t) for t in tensors]
-        message, offsets = _message(code, rows, plan.num_halo)
-        noises = [self._noise(1, i, self.ids.sent_back) for i in range(len(rows))]
-        for source, noise, offset in zip(rows, noises, offsets, strict=False):
-            self._finite(code.quantize, source[plan.num_owned :], None, noise, message, offset)
-        received = self.transport.exchange(message, plan.recv_counts, plan.send_counts)
-        folded = []
-        for i, (tensor, source) in enumerate(zip(tensors, rows, strict=True)):
-            target = source[: plan.num_owned].clone()
-            noise = self._noise(1, i, self.ids.received_back)
-            code.dequantize_add(
-                received, offsets[i], noise, plan.send_index, plan.send_counts, target
-            )
-            folded.append(target.view(plan.num_owned, *tensor.shape[1:]))
-        return folded
+        targets, halos = self.split(tensors)
+        self.back.exchange_add(halos, self.plan.send_index, targets, self.lane)
+        return shaped(targets, tensors)
 
-    def _noise(self, direction: int, position: int, ids: Tensor) -> Noise:
-        numbers = (*self.key, direction, position)
-        digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8)
-        return Noise(int.from_bytes(digest.digest(), "little", signed=True), ids)
+    def extend(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Each tensor as ``(num_rows, width)`` with halo rows to be filled; those rows."""
+        plan, targets = self.plan, []
+        for source in map(_as_rows, tensors):
+            target = source.new_empty((plan.num_rows, source.shape[1]))
+            target[: plan.num_owned] = source
+            targets.append(target)
+        return targets, [target[plan.num_owned :] for target in targets]
 
-    def _finite(
-        self,
-        quantize: Callable[..., None],
-        rows: Tensor,
-        index: Tensor | None,
-        noise: Noise,
-        message: Tensor,
-        offset: int,
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Each tensor's owned rows, copied, and its halo rows, as ``(rows, width)``."""
+        rows, num_owned = [_as_rows(tensor) for tensor in tensors], self.plan.num_owned
+        return [t[:num_owned].clone() for t in rows], [t[num_owned:] for t in rows]
+
+    @property
+    def out(self) -> Leg:
+        """Boundary rows to the ranks that read them."""
+        plan, ids = self.plan, self.ids
+        counts = plan.send_counts, plan.recv_counts
+        return Leg(self, 0, self.quantizer, plan.send_index, (ids.sent, ids.received), counts)
+
+    @property
+    def back(self) -> Leg:
+        """Gradients of halo rows to the ranks that own them."""
+        plan, ids = self.plan, (self.ids.sent_back, self.ids.received_back)
+        counts = plan.recv_counts, plan.send_counts
+        return Leg(self, 1, self.gradient_quantizer, None, ids, counts)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One direction of a route: `encode`, `start` and `decode` are an exchange in three parts.
+
+    Attributes:
+        route: Of both directions.
+        direction: 0: out, 1: back.
+        code: How rows travel.
+        index: Which of the source's rows are sent; None: all, in order.
+        ids: The nodes of the rows sent and received.
+        counts: Rows sent to and received from each rank.
+    """
+
+    route: Route
+    direction: int
+    code: Quantizer
+    index: Tensor | None
+    ids: tuple[Tensor, Tensor]
+    counts: tuple[Sequence[int], Sequence[int]]
+
+    def exchange(self, sources: Sequence[Tensor], rows: Sequence[Tensor], lane: Lane) -> None:
+        """Fills `rows` with what the other ranks send of their `sources`."""
+        self.decode(self._moved(sources, lane), rows)
+
+    def exchange_add(
+        self, sources: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], lane: Lane
     ) -> None:
+        """Adds what the other ranks send to ``rows[index]``."""
+        self.decode_add(self._moved(sources, lane), index, rows)
+
+    def message(self, sources: Sequence[Tensor], num_rows: int) -> Tensor:
+        """An empty message for `num_rows` records with a row of each source."""
+        stride = self._offsets(sources)[-1]
+        return sources[0].new_empty((num_rows, stride), dtype=torch.uint8)
+
+    def encode(self, sources: Sequence[Tensor], message: Tensor) -> None:
+        """Quantizes the rows of `sources` that are sent into `message`.
+
+        Raises:
+            ValueError: If one holds NaN or Inf, with layer, rank and node.
+        """
         try:
-            quantize(rows, index, noise, message, offset)
+            for i, offset in enumerate(self._offsets(sources)[:-1]):
+                self.code.quantize(sources[i], self.index, self._noise(i, 0), message, offset)
         except NonFiniteRowError as error:
-            what = "gradient" if index is None else "row"
-            ids = self.ids.received if index is None else self.ids.sent
+            nodes, what = self.route.ids, "gradient" if self.direction else "row"
+            ids = nodes.received if self.direction else nodes.sent
             raise ValueError(
-                f"{self.name}: the {what} of node {int(ids[error.position])} that rank "
-                f"{self.plan.rank} sends holds NaN or Inf, expected finite values: lower the "
+                f"{self.route.name}: the {what} of node {int(ids[error.position])} that rank "
+                f"{self.route.plan.rank} sends holds NaN or Inf, expected finite values: lower the "
                 "learning rate, clip gradients, or look at that node's features"
             ) from None
+
+    def start(self, message: Tensor, received: Tensor | None = None) -> Pending:
+        """Starts to move a message, into `received` if that is given."""
+        return self.route.transport.start(message, *self.counts, rows=received)
+
+    def decode(self, received: Tensor, rows: Sequence[Tensor]) -> None:
+        """Fills `rows`."""
+        for i, offset in enumerate(self._offsets(rows)[:-1]):
+            self.code.dequantize(received, offset, self._noise(i, 1), rows[i])
+
+    def decode_add(self, received: Tensor, index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Adds to ``rows[index]``; the index ascends within the rows of each rank."""
+        for i, offset in enumerate(self._offsets(rows)[:-1]):
+            noise = self._noise(i, 1)
+            self.code.dequantize_add(received, offset, noise, index, self.counts[1], rows[i])
+
+    def _moved(self, sources: Sequence[Tensor], lane: Lane) -> Tensor:
+        message = self.message(sources, sum(self.counts[0]))
+        self.encode(sources, message)
+        move = partial(self.route.transport.exchange, message, *self.counts)
+        return lane.run(move, message)
+
+    def _offsets(self, rows: Sequence[Tensor]) -> list[int]:
+        """Where each tensor's bytes start in a record, and where they end."""
+        return list(accumulate((self.code.row_bytes(tensor) for tensor in rows), initial=0))
+
+    def _noise(self, position: int, end: int) -> Noise:
+        numbers = (*self.route.key, self.direction, position)
+        digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8)
+        return Noise(int.from_bytes(digest.digest(), "little", signed=True), self.ids[end])
+
+
+def shaped(rows: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Rows ``(n, width)`` in the shapes of rows that they stand for, ``(n, ...)``."""
+    return [t.view(t.shape[0], *other.shape[1:]) for t, other in zip(rows, like, strict=True)]
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
     """The tensor as contiguous ``(num_rows, width)``."""
     return tensor.detach().reshape(tensor.shape[0], math.prod(tensor.shape[1:])).contiguous()
-
-
-def _message(code: Quantizer, rows: Sequence[Tensor], num_rows: int) -> tuple[Tensor, list[int]]:
-    """An empty message for `num_rows` records, and where each tensor's bytes start in a record."""
-    offsets = list(accumulate((code.row_bytes(tensor) for tensor in rows), initial=0))
-    return rows[0].new_empty((num_rows, offsets[-1]), dtype=torch.uint8), offsets

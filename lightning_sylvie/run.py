@@ -7,12 +7,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sylvie.attach import Attachment, Exchange
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.gradient import GradientReducer, GradientSum
+from lightning_sylvie.history import History
 from lightning_sylvie.loss import LossReduction, as_global, loss_share, silence
+from lightning_sylvie.rng import rng_state, set_rng_state
 from lightning_sylvie.rowless import taking_no_rows
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.steplog import StepLog
@@ -54,10 +57,12 @@ class Run:
         self._reducer: GradientReducer | None = None
         self._shard: Shard | None = None
         self._share = 1.0
+        self._resumed: dict[str, Any] | None = None
         self._lacking: dict[int, bool] = {}
 
     def detach(self) -> None:
-        """Gives the module its own layers and its own `log` back."""
+        """Gives the module its own layers and its own `log` back, after what is under way."""
+        self.attachment.halo.history.close()
         if self._reducer is not None:
             self._reducer.close()
         self.attachment.detach()
@@ -72,9 +77,11 @@ class Run:
         self._shard = shard
         with self._using(shard, "training"):
             self._share = loss_share(self._reduction, batch, shard, self._sums)
+            history = self._begin(shard)
             output = step()
             loss: Any = output.get("loss") if isinstance(output, dict) else output
-            value = self.log.flush(loss, self._share)
+            value = self.log.flush(loss, self._share, history.drift)
+            history.agree(*self.log.carried)
         if value is None:
             return output
         loss = as_global(loss, value)
@@ -108,6 +115,46 @@ class Run:
             if not self._share:
                 silence(scaled)
             backward(scaled)
+            self._reducer.reduce(scale=1.0 / num_ranks)
+            halo.history.lane.check()  # an error beside the computation is told at once
+
+    def fail(self, error: BaseException) -> None:
+        """Ends this rank's exchanges after an error, and tells the other ranks. Safe twice."""
+        self.attachment.halo.history.lane.give_up(error)
+        end_all(self._transports, error)
+
+    def progress(self) -> dict[str, Any] | None:
+        """What `resume` needs to go on from here on this rank; None before the first step."""
+        if self._shard is None:
+            return self._resumed
+        halo = self.attachment.halo
+        return {
+            "seed": halo.seed,
+            "cut": self._shard.fingerprint,
+            "rng": rng_state(self._module.device),
+            "history": halo.history.state(),
+        }
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Goes on from what `progress` gave on this rank, or from its ``"seed"`` alone."""
+        halo = self.attachment.halo
+        halo.seed = progress["seed"]
+        halo.history.restore(progress.get("history", {}))
+        self._resumed = progress if "rng" in progress else None
+
+    def _begin(self, shard: Shard) -> History:
+        """Begins a training step; the first one after `resume` with its random numbers."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            set_rng_state(resumed["rng"], self._module.device)
+            if resumed["history"] and resumed["cut"] != shard.fingerprint:
+                rank_zero_info(
+                    "The graph is cut in another way than in the checkpoint: the first epoch is "
+                    "synchronous."
+                )
+        history = self.attachment.halo.history
+        history.begin(self._module.trainer.current_epoch)
+        return history
 
     @contextmanager
     def _using(self, shard: Shard, stage: str) -> Iterator[None]:
@@ -131,7 +178,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            end_all(self._transports, error)
+            self.fail(error)
             raise
 
 

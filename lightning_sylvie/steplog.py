@@ -50,11 +50,15 @@ class StepLog:
     Args:
         module: Whose `log` this one takes the place of.
         transport: Sums over ranks.
+
+    Attributes:
+        carried: The sums over ranks of the riders of the last `flush`.
     """
 
     def __init__(self, module: LightningModule, transport: Transport) -> None:
         self._module, self._log = module, module.log
         self._transport, self._alone = transport, transport.num_ranks == 1
+        self.carried = 0.0, 0.0
         self._stage: str | None = None
         self._shards: dict[str, Shard] = {}
         self._held: dict[str, _Entry] = {}
@@ -91,12 +95,15 @@ class StepLog:
         else:
             self._tell_now(name, _Entry(torch.as_tensor(value).detach(), options))
 
-    def flush(self, loss: Tensor | None, share: float) -> Tensor | None:
+    def flush(
+        self, loss: Tensor | None, share: float, riders: tuple[float, float] = (0.0, 0.0)
+    ) -> Tensor | None:
         """Logs what the step held back; returns the loss over all ranks, None if it is this one's.
 
         Args:
             loss: This rank's loss, or None.
             share: What this rank's loss counts in the sum over ranks.
+            riders: Two numbers that travel along; see `carried`.
 
         Raises:
             RuntimeError: If some ranks have a loss and others none.
@@ -106,13 +113,13 @@ class StepLog:
         assert self._stage is not None
         held, self._held = self._held, {}
         agreed = self._agreed.setdefault(self._stage, {})
-        totals = self._sum(held, agreed, loss, share)
+        totals = self._sum(held, agreed, loss, share, riders)
         if totals[-1, 2]:  # a value that is new to some rank
             for recipes in self._transport.all_gather_object(
                 {name: entry.recipe for name, entry in held.items() if name not in agreed}
             ):
                 agreed |= {name: how for name, how in recipes.items() if name not in agreed}
-            totals = self._sum(held, agreed, loss, share)
+            totals = self._sum(held, agreed, loss, share, riders)
         with_loss = int(totals[-1, 1])
         if 0 < with_loss < self._transport.num_ranks:
             raise RuntimeError(
@@ -126,14 +133,20 @@ class StepLog:
         return None if loss is None else totals[-1, 0].to(loss)
 
     def _sum(
-        self, held: dict[str, _Entry], agreed: dict[str, Any], loss: Tensor | None, share: float
+        self,
+        held: dict[str, _Entry],
+        agreed: dict[str, Any],
+        loss: Tensor | None,
+        share: float,
+        riders: tuple[float, float],
     ) -> Tensor:
         """Over all ranks, float64 on the CPU: a row per agreed name, and one of the step.
 
         A value's row: sum of weighted values, sum of weights, ranks that logged it. The step's:
         the loss, ranks with a loss, ranks with a value that is not agreed yet.
         """
-        rows, values = [], []
+        rows: list[list[float]] = [[0.0, *riders]]
+        values: list[Tensor | None] = [None]
         for name in agreed:
             entry = held.get(name)
             weight = self._weight(name, entry) if entry else 0.0
@@ -148,7 +161,9 @@ class StepLog:
         # The mean over no node is not a number: where nothing counts, it is no value either.
         table[:, 0] = torch.where(table[:, 0] == 0, 0.0, column * table[:, 0])
         self._transport.all_reduce(table)
-        return table.cpu()
+        totals = table.cpu()
+        self.carried = float(totals[0, 1]), float(totals[0, 2])
+        return totals[1:]
 
     def _tell_now(self, name: str, entry: _Entry) -> None:
         """Tells a value of a hook outside of the steps, which all ranks run too."""
@@ -159,7 +174,7 @@ class StepLog:
             return
         with self.step(stage, shard):
             agreed = {name: entry.recipe}
-            total = self._sum({name: entry}, agreed, None, 0.0)[0]
+            total = self._sum({name: entry}, agreed, None, 0.0, (0.0, 0.0))[0]
         self._tell(name, total, *entry.recipe)
 
     def _tell(self, name: str, total: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
@@ -19,6 +19,7 @@ from lightning_sylvie.attach import Exchange, wants_out_edges
 from lightning_sylvie.batch import OneBatch, ShardData, shard_in
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.gradient import GradientSum
+from lightning_sylvie.history import history_of
 from lightning_sylvie.lazy import first_loader, initialize, is_lazy
 from lightning_sylvie.loss import LossReduction
 from lightning_sylvie.options import (
@@ -30,7 +31,9 @@ from lightning_sylvie.options import (
 from lightning_sylvie.partition import Partitioner, resolve
 from lightning_sylvie.placement import Placement
 from lightning_sylvie.quantizer import Quantizer, choose
+from lightning_sylvie.resume import Resumable
 from lightning_sylvie.run import Run
+from lightning_sylvie.schedule import Schedule, Unbounded
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.steplog import ALREADY_GLOBAL
 from lightning_sylvie.transport import Transport
@@ -38,7 +41,7 @@ from lightning_sylvie.verify import Verification, verify
 from lightning_sylvie.world import connect_own, end_all
 
 
-class SylvieStrategy(DDPStrategy):
+class SylvieStrategy(Resumable):
     """Trains one graph on all devices: a part per rank, halo rows exchanged in every layer.
 
     At 32 bits and in sync mode this is the single-device computation: outputs, loss and gradients
@@ -47,7 +50,9 @@ class SylvieStrategy(DDPStrategy):
     Args:
         bits: Bits per value on the wire: 0.5, 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as
             they are. Validation, test and prediction always exchange rows as they are.
-        mode: ``"sync"``: every layer waits for this epoch's halo rows.
+        mode: ``"sync"``: every layer waits for this epoch's halo rows. ``"async"``: it takes those
+            that last epoch's exchange has brought and starts this epoch's, which is under way
+            beside the computation; see `BoundedStaleness`.
         quantizer: How rows are coded: ``"rotated"`` (up to 2 bits), ``"minmax"`` (the paper's),
             ``"centroid"``, ``"auto"`` (rotated where it can, else minmax), or a `Quantizer`.
         gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
@@ -79,7 +84,7 @@ class SylvieStrategy(DDPStrategy):
         self,
         *,
         bits: float = 32,
-        mode: Literal["sync"] = "sync",
+        mode: Literal["sync", "async"] = "sync",
         quantizer: str | Quantizer = "auto",
         gradient_bits: float | None = None,
         gradient_quantizer: str | Quantizer | None = None,
@@ -115,10 +120,9 @@ class SylvieStrategy(DDPStrategy):
         self.partition, self.cache_dir = resolve(partition), cache_dir
         self.loss_reduction, self.debug, self.keep_features = loss_reduction, debug, keep_features
         self.all_reduce = GradientSum.of(all_reduce)
-        self._transports: list[Transport] = []
         self._store: Any = None
         self._placement: Placement | None = None
-        self._run: Run | None = None
+        self.schedule: Schedule = Unbounded()
         check_strategy(self)
 
     def __repr__(self) -> str:
@@ -149,7 +153,8 @@ class SylvieStrategy(DDPStrategy):
             if dist.is_initialized():  # kept: after a failure the reason is looked up there
                 self._store = _get_default_store()
             self._transports = connect_own(2, self._timeout or timedelta(minutes=30))
-            self._placement = Placement(self.halo_transport, self.cache_dir)
+            # Loaders may be read anew while halo rows travel on the other transport.
+            self._placement = Placement(self.gradient_transport, self.cache_dir)
         if self.lightning_module is not None:
             allow_full_graph_loader(self.lightning_module.trainer)
 
@@ -175,8 +180,14 @@ class SylvieStrategy(DDPStrategy):
         check_trainer(trainer, module)
         self._layer_sync = None  # attached norms are global on every device
         seed = self.halo_transport.broadcast_object(torch.initial_seed() % 2**63, 0)
-        codes = self.quantizer, self.gradient_quantizer
-        halo = Halo(self.halo_transport, *codes, seed=seed, keep_features=self.keep_features)
+        halo = Halo(
+            self.halo_transport,
+            self.quantizer,
+            self.gradient_quantizer,
+            seed=seed,
+            keep_features=self.keep_features,
+            history=history_of(self.mode, self.root_device, self.schedule),
+        )
         self._run = Run(
             module,
             halo,
@@ -194,6 +205,7 @@ class SylvieStrategy(DDPStrategy):
         if self.halo_transport.num_ranks > 1:  # equal weights on all ranks, other dropout masks
             drawn = int(torch.randint(2**62, ()))
             torch.manual_seed(drawn + 1_000_003 * self.global_rank)
+        self._resume(trainer)
 
     def _initialize(self, trainer: Any) -> None:
         """One forward on this rank's part, before optimizers take the parameters."""
@@ -219,11 +231,14 @@ class SylvieStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         if self._run is not None:
+            self._keep_progress()
             self._run.detach()
             self._run = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
+        if self._run is not None:
+            self._run.fail(exception)
         end_all(self._transports, exception)
         super().on_exception(exception)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.graph import Graph
 from lightning_sylvie.partition import Random
-from lightning_sylvie.quantizer import Quantizer, choose
+from lightning_sylvie.quantizer import Noise, Quantizer, choose
 from lightning_sylvie.route import Route, RowIds
 from lightning_sylvie.shard import Shard, cut
 from lightning_sylvie.transport import Loopback, connect
@@ -62,7 +62,7 @@ def cotangent(shard: Shard) -> Tensor:
 def coded(code: Quantizer, rows: Tensor, ids: Tensor, direction: int, shard: Shard) -> Tensor:
     """`rows` as a receiver reads them, by the route's own noise."""
     route = Route(Loopback(), shard.plan, RowIds(shard), code, code, (5, 2, 1), "")
-    noise = route._noise(direction, 0, ids)
+    noise = Noise((route.back if direction else route.out)._noise(0, 0).key, ids)
     message = torch.zeros(rows.shape[0], code.row_bytes(rows), dtype=torch.uint8)
     code.quantize(rows.contiguous(), None, noise, message, 0)
     out = torch.empty_like(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,6 +35,10 @@ class GroupTransport(Transport):
     the group or to one of its works is gone; neither abort nor shutdown does it. A traceback keeps
     the variables of its frames. So the group lives in `_group` alone and works live in the lists
     of `_under_way` alone: no local variable may hold either across a call that can raise.
+
+    Exchanges may be started and waited for on one thread while another sums, or ends the transport
+    after an error. A thread that waits then keeps the group alive until its wait is over; it is
+    over soon, as the other ranks start their exchanges in the same order, or see an error too.
     """
 
     def __init__(self, group: ProcessGroup, *, timeout: timedelta) -> None:
@@ -42,6 +47,8 @@ class GroupTransport(Transport):
         self._timeout = timeout
         self._under_way: list[Transfer] = []
         self._num_started = 0
+        self._ending = threading.Lock()
+        self._ended = self._failed = False
         store = PrefixStore(f"failure/{group.group_name}", _get_default_store().clone())  # type: ignore[attr-defined]
         self._log = FailureLog(store, self.rank, self.num_ranks, timeout)
 
@@ -53,7 +60,7 @@ class GroupTransport(Transport):
 
     @final
     def report_failure(self, exception: BaseException) -> None:
-        if self._group is not None:
+        if not self._ended:
             self._log.report(exception)
             self._end(failed=True)
             self._log.linger()
@@ -101,14 +108,21 @@ class GroupTransport(Transport):
     @final
     def guard(self, action: Callable[[ProcessGroup], T], peer: int | None, waiting: str) -> T:
         """The action's value; an error of the backend becomes one that names the rank at fault."""
-        if self._group is None:
+        if self._ended and not self._failed:
             raise PeerError(f"rank {self.rank} waits for {waiting} on a closed transport")
+        error: Exception = RuntimeError("the transport was ended by an error")
         try:
-            return action(self._group)
-        except RuntimeError as caught:
+            if self._group is not None and not self._ended:
+                value = action(self._group)
+                if not self._ended:
+                    return value
+        except (RuntimeError, IndexError) as caught:
+            if isinstance(caught, IndexError) and not self._ended:
+                raise
             error = caught.with_traceback(None)  # its frames refer to the group
-        self._log.record(peer, error)
-        self._end(failed=True)  # wakes the ranks that wait for this one, for the same reason
+        if not self._ended:
+            self._log.record(peer, error)
+            self._end(failed=True)  # wakes the ranks that wait for this one, for the same reason
         raise self._log.explain(peer, waiting, error) from error
 
     def _all_reduce(self, tensor: Tensor) -> None:
@@ -140,9 +154,11 @@ class GroupTransport(Transport):
         return parts
 
     def _end(self, *, failed: bool) -> None:
-        if self._group is None:
-            return
-        for transfer in self._under_way:
+        with self._ending:
+            if self._ended:
+                return
+            self._ended, self._failed = True, failed
+        for transfer in list(self._under_way):
             transfer.works.clear()
         self._release(failed=failed)
         self._group = None

@@ -52,7 +52,12 @@ class Transport(ABC):
 
     @final
     def start(
-        self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+        self,
+        message: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        rows: Tensor | None = None,
     ) -> Pending:
         """Starts to send the rows of `message`; several exchanges may be under way at once.
 
@@ -62,14 +67,21 @@ class Transport(ABC):
             send_counts: Rows for each rank; 0 for this rank.
             recv_counts: Rows from each rank, of the same stride; 0 for this rank. It must be what
                 the peers send: a longer message than expected ends the process inside gloo.
+            rows: Where to receive, uint8 ``(sum(recv_counts), stride)``; None: in new memory.
 
         Raises:
             ValueError: If message and counts contradict each other.
             PeerError: If a rank is gone.
         """
         self._check(message, send_counts, recv_counts)
+        if rows is None:
+            rows = message.new_empty(sum(recv_counts), message.shape[1])
+        elif rows.shape != (sum(recv_counts), message.shape[1]) or not rows.is_contiguous():
+            raise ValueError(
+                f"expected contiguous rows of shape {(sum(recv_counts), message.shape[1])}, got "
+                f"shape {tuple(rows.shape)}"
+            )
         self.num_exchanges += 1
-        rows = message.new_empty(sum(recv_counts), message.shape[1])
         name = f"halo rows in exchange {self.num_exchanges}"
         return self._counted(message, rows, send_counts, recv_counts, name)
 

@@ -1,0 +1,131 @@
+"""The pipelined mode against a simulation in one process, and what bounds its age."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stale_reference import train_stale
+from torch import Tensor
+from torch_geometric.nn import GraphSAGE
+from trainers import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    OnRanks,
+    Setting,
+    UserModule,
+    assert_equal_runs,
+    largest_difference,
+    loader,
+    small_gnn,
+    small_graph,
+    weights,
+)
+
+from lightning_sylvie import BoundedStaleness
+
+EPOCHS = 20
+
+
+def parts(num_ranks: int) -> Tensor:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randint(max(num_ranks, 1), (small_graph().num_nodes,), generator=draw)
+
+
+def fit(setting: Setting, **options: Any) -> dict[str, Tensor]:
+    strategy = {"partition": parts(setting.num_ranks), **options.pop("strategy", {})}
+    module = options.pop("module", UserModule)()
+    data = (loader(), loader()) if options.pop("validate", False) else (loader(),)
+    setting.trainer(strategy=strategy, max_epochs=EPOCHS, **options).fit(module, *data)
+    return weights(module)
+
+
+class Training(UserModule):
+    validation_step = None  # type: ignore[assignment]
+
+
+class Normed(Training):
+    """Its norms sum over ranks while halo rows are under way."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            gnn = GraphSAGE(NUM_FEATURES, 32, 3, NUM_CLASSES, norm="batch_norm", dropout=0.2)
+        super().__init__(gnn)
+
+
+ASYNC = {"mode": "async"}
+
+
+def unbounded(setting: Setting) -> Any:
+    return fit(setting, strategy=ASYNC, module=Training)
+
+
+def validated(setting: Setting) -> Any:
+    """Validation and a sanity check in full precision neither use nor disturb what is kept."""
+    return fit(setting, strategy=ASYNC, validate=True, num_sanity_val_steps=1)
+
+
+def bounded_3(setting: Setting) -> Any:
+    return fit(setting, strategy=ASYNC, module=Training, callbacks=[BoundedStaleness(3)])
+
+
+def bounded_2(setting: Setting) -> Any:
+    callbacks = [BoundedStaleness(2)]
+    return fit(setting, strategy=ASYNC, validate=True, callbacks=callbacks, limit_train_batches=1)
+
+
+SIMULATED: dict[Callable[[Setting], Any], Callable[[int], bool]] = {
+    unbounded: lambda epoch: False,
+    validated: lambda epoch: False,
+    bounded_3: lambda epoch: epoch % 3 == 0,
+    bounded_2: lambda epoch: epoch % 2 == 0,
+}
+
+
+def one_bit(setting: Setting, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return fit(setting, module=Normed, **options)
+
+
+def synchronous(setting: Setting) -> Any:
+    return one_bit(setting, strategy={"bits": 1})
+
+
+def bounded_1(setting: Setting) -> Any:
+    strategy = {"bits": 1, **ASYNC}
+    return one_bit(setting, strategy=strategy, callbacks=[BoundedStaleness(1)])
+
+
+def asynchronous(setting: Setting) -> Any:
+    return one_bit(setting, strategy={"bits": 1, **ASYNC})
+
+
+CASES = OnRanks(*SIMULATED, synchronous, bounded_1, asynchronous)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", SIMULATED)
+def test_rows_of_the_last_epoch_equal_the_simulation(case: Any, num_ranks: int) -> None:
+    start = {name: value.double() for name, value in weights(small_gnn()).items()}
+    graph = small_graph()
+    expected = train_stale(start, graph, parts(num_ranks), EPOCHS, SIMULATED[case])
+    found = [
+        {name.removeprefix("gnn."): value for name, value in rank.items()}
+        for rank in CASES(case, num_ranks)
+    ]
+    assert_equal_runs(found, expected, 1e-10)
+    if num_ranks > 1:  # and staleness is no small thing
+        fresh = train_stale(start, graph, parts(num_ranks), EPOCHS, lambda epoch: True)
+        assert largest_difference(expected, fresh) > 1e-3
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_bound_of_one_epoch_is_the_synchronous_mode_to_the_bit(num_ranks: int) -> None:
+    expected = CASES(synchronous, num_ranks)
+    for found, value in zip(CASES(bounded_1, num_ranks), expected, strict=True):
+        assert largest_difference(found, value) == 0.0
+    if num_ranks > 1:
+        assert largest_difference(CASES(asynchronous, num_ranks)[0], expected[0]) > 1e-3
