@@ -18,7 +18,9 @@ from lightning_sylvie.route import Leg, Route, shaped
 from lightning_sylvie.schedule import Schedule
 from lightning_sylvie.slot import Slot
 
-_SAMPLE = 256  # boundary rows, and at most twice as many, whose drift is measured in each exchange
+_SAMPLE = 1024
+"""Boundary rows, and at most twice as many, whose sum's drift is measured in each exchange. Layers
+read sums of neighbours, in which a row's own noise (its dropout) averages out."""
 
 Place = tuple[int, int, int]
 """Number of an exchange in the step, its direction, and how many times it has run before."""
@@ -29,8 +31,8 @@ class History(ABC):
 
     Attributes:
         lane: Where messages of this step are moved.
-        drift: How much this rank's boundary rows changed since the last step, and their size: sums
-            of squares. Zero unless somebody asks for it.
+        drift: Squared change since the last step of a sum of this rank's boundary rows, and its
+            squared norm, over all exchanges. Zero unless somebody asks for it.
     """
 
     lane: Lane
@@ -126,8 +128,8 @@ class Pipelined(History):
         self._seen.clear()
         self._slots = {k: s for k, s in self._slots.items() if s.last_use >= self._step - 1}
         self._synchronous = self.schedule.is_synchronous(epoch)
-        self._needed = not self.schedule.will_be_synchronous(epoch + 1)
         self.schedule.began(epoch, synchronous=self._synchronous)
+        self._needed = not self.schedule.will_be_synchronous(epoch + 1)
 
     def push(self, route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
         if torch._C._current_graph_task_id() != -1:
@@ -141,7 +143,7 @@ class Pipelined(History):
         slot = self._slot(leg, halos, route.plan.num_halo)
         if self.schedule.measures:
             sample = self._boundary(route.plan).sample
-            change, norm = slot.change([target[sample] for target in targets])
+            change, norm = slot.change([target[sample].double().sum(0) for target in targets])
             self.drift = self.drift[0] + change, self.drift[1] + norm
 
         def use(rows: Sequence[Tensor]) -> None:

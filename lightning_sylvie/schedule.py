@@ -38,8 +38,8 @@ class Schedule(ABC):
         """Takes note of the current epoch's drift.
 
         Args:
-            change: Sum over boundary rows of the squared change since the last epoch.
-            norm: Sum over the same rows of their squares.
+            change: Squared change of sums of boundary rows since the last epoch.
+            norm: Their squared norm.
         """
         self.drift = math.sqrt(change / norm) if norm else 0.0
 

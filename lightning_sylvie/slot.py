@@ -82,8 +82,8 @@ class Slot:
         return self._rows
 
     def change(self, sample: list[Tensor]) -> tuple[float, float]:
-        """Squared change of a sample of sent rows since the last call, and their squared norm."""
-        before, self._sample = self._sample, [rows.double() for rows in sample]
+        """Squared change of `sample` since the last call, and its squared norm."""
+        before, self._sample = self._sample, sample
         pairs = list(zip(self._sample, before, strict=False))
         change = sum(float((new - old).square().sum()) for new, old in pairs)
         return change, sum(float(new.square().sum()) for new, _ in pairs)

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from ranks import Outcome, rank_outcomes
 from torch import Tensor
 from torch_geometric.data import Data
-from trainers import Launched, UserModule, loader, small_graph
+from torch_geometric.nn import GraphSAGE
+from trainers import NUM_CLASSES, NUM_FEATURES, Launched, UserModule, loader, small_graph
 
 from lightning_sylvie import SylvieStrategy
 from lightning_sylvie.partition import Partitioner
@@ -25,9 +26,11 @@ SECONDS = 30.0  # far below the strategy's timeout of half an hour; a loaded mac
 
 
 def train(module: L.LightningModule, folder: str, **options: Any) -> None:
-    partition = options.pop("partition", "random")
+    given = {name: options.pop(name) for name in ("partition", "mode", "bits") if name in options}
     strategy = SylvieStrategy(
-        cluster_environment=Launched(), cache_dir=f"{folder}/parts", partition=partition
+        cluster_environment=Launched(),
+        cache_dir=f"{folder}/parts",
+        **{"partition": "random", **given},
     )
     defaults = {
         "accelerator": "cpu",
@@ -104,8 +107,8 @@ class _Broken(torch.autograd.Function):
 MODULES = [FailsInStep, DiesInStep, FailsInHook, DiesInHook, FailsInLoss]
 
 
-def fit(module: type[L.LightningModule], folder: str) -> None:
-    train(module(), folder)
+def fit(module: type[L.LightningModule], folder: str, mode: str = "sync") -> None:
+    train(module(), folder, mode=mode)
 
 
 def others_name_the_culprit(outcomes: list[Outcome], culprit: int, reason: str) -> None:
@@ -118,15 +121,43 @@ def others_name_the_culprit(outcomes: list[Outcome], culprit: int, reason: str) 
             assert reason in outcome.error, (outcome.rank, last, outcome.error)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "mode"), [(2, "sync"), (4, "sync"), (4, "async")])
 @pytest.mark.parametrize("module", MODULES)
-def test_a_failing_rank_is_named_on_all_others(module: Any, num_ranks: int, tmp_path: Any) -> None:
-    outcomes = rank_outcomes(fit, num_ranks, module, str(tmp_path), timeout=60.0)
+def test_a_failing_rank_is_named_on_all_others(
+    module: Any, num_ranks: int, mode: str, tmp_path: Any
+) -> None:
+    outcomes = rank_outcomes(fit, num_ranks, module, str(tmp_path), mode, timeout=60.0)
     dies = module in (DiesInStep, DiesInHook)
     reason = "ended or lost its connection" if dies else "ArithmeticError: the third epoch"
     others_name_the_culprit(outcomes, CULPRIT, reason)
     expected = "killed by SIGKILL" if dies else "ArithmeticError"
     assert expected in str(outcomes[CULPRIT].error)
+
+
+class SendsNotANumber(UserModule):
+    """Found by the thread that codes rows beside the computation."""
+
+    def training_step(self, data: Data, _: int) -> Any:
+        rank, epoch = self.trainer.global_rank, self.trainer.current_epoch
+        self.gnn.convs[0].lin_r.register_forward_hook(
+            lambda layer, args, out: out * float("nan") if rank and epoch == 2 else out
+        )
+        return super().training_step(data, _)
+
+
+def fit_not_a_number(folder: str) -> None:
+    train(SendsNotANumber(wide_gnn()), folder, mode="async", bits=1)
+
+
+def wide_gnn() -> GraphSAGE:
+    torch.manual_seed(0)
+    return GraphSAGE(NUM_FEATURES, 32, num_layers=3, out_channels=NUM_CLASSES)
+
+
+def test_a_row_that_is_not_finite_is_told_from_beside_the_computation(tmp_path: Any) -> None:
+    outcomes = rank_outcomes(fit_not_a_number, 2, str(tmp_path), timeout=60.0)
+    others_name_the_culprit(outcomes, CULPRIT, "convs.1 (SAGEConv): the row of node")
+    assert "that rank 1 sends holds NaN or Inf" in str(outcomes[CULPRIT].error)
 
 
 class Crashes(Partitioner):
@@ -175,16 +206,22 @@ def test_a_failure_while_the_graph_is_cut_is_told_to_all(
     others_name_the_culprit(outcomes, 0, reason)
 
 
-def fit_with_a_last_checkpoint(folder: str) -> None:
+def fit_with_a_last_checkpoint(module: Any, mode: str, folder: str) -> None:
     warnings.simplefilter("ignore")  # Lightning's, of what it restores; they would raise on rank 0
-    train(
-        FailsInStep(), folder, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True
-    )
+    callbacks = [OnExceptionCheckpoint(folder)]
+    train(module(), folder, mode=mode, callbacks=callbacks, enable_checkpointing=True)
 
 
-def test_a_callback_that_waits_for_all_on_an_error_does_not_hang(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("module", "mode"), [(FailsInStep, "sync"), (FailsInStep, "async"), (FailsInHook, "async")]
+)
+def test_a_callback_that_waits_for_all_on_an_error_does_not_hang(
+    module: Any, mode: str, tmp_path: Any
+) -> None:
     """OnExceptionCheckpoint meets the others in a barrier, which they never reach."""
-    outcomes = rank_outcomes(fit_with_a_last_checkpoint, 2, str(tmp_path), timeout=60.0)
+    outcomes = rank_outcomes(
+        fit_with_a_last_checkpoint, 2, module, mode, str(tmp_path), timeout=60.0
+    )
     others_name_the_culprit(outcomes, CULPRIT, "ArithmeticError: the third epoch")
 
 

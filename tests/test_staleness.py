@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import tempfile
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from ranks import run_ranks
 from stale_reference import train_stale
 from torch import Tensor
 from torch_geometric.nn import GraphSAGE
@@ -24,7 +31,8 @@ from trainers import (
     weights,
 )
 
-from lightning_sylvie import BoundedStaleness
+from lightning_sylvie import BoundedStaleness, SylvieStrategy
+from lightning_sylvie.schedule import Drifting
 
 EPOCHS = 20
 
@@ -129,3 +137,77 @@ def test_a_bound_of_one_epoch_is_the_synchronous_mode_to_the_bit(num_ranks: int)
         assert largest_difference(found, value) == 0.0
     if num_ranks > 1:
         assert largest_difference(CASES(asynchronous, num_ranks)[0], expected[0]) > 1e-3
+
+
+class Weighing(Callback):
+    """Tensors alive and resident megabytes after some epochs."""
+
+    def __init__(self, *epochs: int) -> None:
+        self.epochs = epochs
+        self.tensors: list[int] = []
+        self.megabytes: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch in self.epochs:
+            gc.collect()
+            self.tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.megabytes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+
+def many_epochs(folder: str, num_epochs: int) -> Any:
+    """Every kind of epoch: stale, synchronous, the one before it."""
+    weighing = Weighing(num_epochs // 3, num_epochs - 1)
+    trainer = Setting(2, Path(folder)).trainer(
+        strategy={"bits": 1, **ASYNC},
+        max_epochs=num_epochs,
+        callbacks=[weighing, BoundedStaleness(3)],
+    )
+    trainer.fit(Normed(), loader())
+    threads = [thread.name for thread in threading.enumerate()]
+    return weighing.tensors, weighing.megabytes, threads
+
+
+def test_hundreds_of_epochs_take_no_memory() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for tensors, (early, late), threads in run_ranks(many_epochs, 2, folder, 300):
+            assert tensors[0] == tensors[1]
+            assert late - early < 2.0
+            assert "halo-exchange" not in threads  # it ends with the fit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps_s": 0}, 'positive integer or "auto", got 0'),
+        ({"eps_s": 2.0}, 'positive integer or "auto", got 2.0'),
+        ({"eps_s": True}, 'positive integer or "auto", got True'),
+        ({"eps_s": "often"}, "got 'often'"),
+        ({"eps_s": "auto", "maximum": 0}, "maximum of at least 1 epoch, got 0"),
+        ({"eps_s": "auto", "threshold": 0.0}, "threshold above 0, got 0.0"),
+    ],
+)
+def test_a_bound_that_means_nothing_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BoundedStaleness(**options)
+
+
+def test_a_bound_needs_the_pipelined_mode() -> None:
+    with pytest.raises(ValueError, match=r'mode="async".*got SylvieStrategy\(mode="sync"\)'):
+        Setting(0, Path()).trainer_of(SylvieStrategy(), callbacks=[BoundedStaleness(2)]).fit(
+            Training(), loader()
+        )
+    with pytest.raises(ValueError, match="got SingleDeviceStrategy"):
+        Setting(0, Path()).trainer(callbacks=[BoundedStaleness(2)]).fit(Training(), loader())
+
+
+def test_drift_and_the_maximum_decide() -> None:
+    schedule = Drifting(maximum=4, threshold=0.5)
+    drifts = [0.1, 0.2, 0.1, 0.3, 0.1, 0.7, 0.2, 0.1, 0.1, 0.1, 0.1]
+    found = []
+    for epoch, drift in enumerate(drifts):
+        synchronous = schedule.is_synchronous(epoch)
+        schedule.began(epoch, synchronous=synchronous)
+        schedule.measured(drift**2 * 7.0, 7.0)
+        found += [epoch] * synchronous
+    assert found == [0, 4, 6, 10]

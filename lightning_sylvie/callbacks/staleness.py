@@ -21,8 +21,8 @@ class BoundedStaleness(Callback):
         eps_s: Epochs whose number is a multiple of it are synchronous; 1: all. ``"auto"``: the
             epoch after one in which the boundary rows changed by more than `threshold`.
         maximum: With ``"auto"``: there is a synchronous epoch at least every so many.
-        threshold: With ``"auto"``: the change from epoch to epoch, relative to the rows' norm, over
-            a sample of the boundary rows of all layers and ranks.
+        threshold: With ``"auto"``: the relative change from epoch to epoch of the sum of a sample
+            of boundary rows (so that dropout's noise averages out), over all layers and ranks.
 
     Raises:
         ValueError: For a value outside of the above.
