@@ -25,7 +25,7 @@ from lightning_sylvie.partition import Metis
         ({"bits": 3}, r"expected bits in \(1, 2, .*got 3"),
         ({"gradient_bits": 5}, "expected bits in .*got 5"),
         ({"quantizer": "best"}, "expected quantizer in .*got 'best'"),
-        ({"mode": "async"}, "expected mode=\"sync\", got 'async'"),
+        ({"mode": "late"}, "expected mode to be one of .*'async'.*, got 'late'"),
         ({"exchange": "row"}, "expected exchange to be one of .*'input'.*, got 'row'"),
         ({"partition": "best"}, "expected partition to be one of .*got 'best'"),
         ({"partition": torch.rand(4)}, "expected .*got"),
