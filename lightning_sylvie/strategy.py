@@ -180,12 +180,17 @@ class SylvieStrategy(Resumable):
         check_trainer(trainer, module)
         self._layer_sync = None  # attached norms are global on every device
         seed = self.halo_transport.broadcast_object(torch.initial_seed() % 2**63, 0)
-        history = history_of(self.mode, self.root_device, self.schedule)
-        codes = self.quantizer, self.gradient_quantizer
-        options = {"seed": seed, "history": history, "keep_features": self.keep_features}
+        halo = Halo(
+            self.halo_transport,
+            self.quantizer,
+            self.gradient_quantizer,
+            seed=seed,
+            keep_features=self.keep_features,
+            history=history_of(self.mode, self.root_device, self.schedule),
+        )
         self._run = Run(
             module,
-            Halo(self.halo_transport, *codes, **options),
+            halo,
             self._transports,
             exchange=self.exchange,
             loss_reduction=self.loss_reduction,

@@ -89,9 +89,11 @@ def stopped(setting: Setting, **how: Any) -> list[dict[str, Tensor]]:
     _, straight = fit(setting, EPOCHS, **how)
     _, saved = fit(setting, EPOCHS, keeping(setting.folder / "kept"), **how)
     runs = [straight, saved]
-    for epoch in (0, 2, 4):
+    for epoch in (0, 2, 4) if setting.num_ranks == 2 else (2,):
         path = setting.folder / "kept" / f"epoch={epoch}.ckpt"
         runs.append(fit(setting, EPOCHS, seed=99, path=path, **how)[1])
+    if setting.num_ranks > 2:
+        return runs
     path = setting.folder / "after.ckpt"
     fit(setting, 2, **how)[0].save_checkpoint(path)
     runs.append(fit(setting, EPOCHS, seed=99, path=path, **how)[1])
