@@ -140,8 +140,8 @@ def test_segments_move_what_a_ring_moves_in_more_steps() -> None:
 
 def sum_everything() -> None:
     transport = connect(dist.new_group(timeout=LIMIT), timeout=LIMIT)
-    for algorithm in [*ALGORITHMS.values(), Ring(100)]:
-        for size in (1, 3, 1000, 100_003):
+    for algorithm in [*ALGORITHMS.values(), Ring(700)]:
+        for size in (1, 3, 1000, 50_003):
             for dtype in (torch.float32, torch.float64, torch.int64):
                 value = part_of(transport.rank, (size,), dtype, size)
                 expected = value.clone()
@@ -159,7 +159,7 @@ def sum_everything() -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_real_ranks_get_what_the_backend_gives(num_ranks: int) -> None:
     run_ranks(sum_everything, num_ranks)
 
