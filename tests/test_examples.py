@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from network.hosts import missing
 from torch_geometric.data import Data
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -118,3 +119,17 @@ def test_accuracy_benchmark_goes_on_where_it_stopped(tmp_path: Path, data_root: 
     kept["PubMed, seed 0, 1 ranks"]["test"] = 0.1234
     results.write_text(json.dumps(kept))
     assert "PubMed, seed 0, 1 ranks: test 12.34 %" in run(tmp_path, *command).stdout
+
+
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+def test_all_reduce_benchmark(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = run(
+        tmp_path, "benchmarks/all_reduce/main.py",
+        "--ranks", "2", "--sizes", "4000", "16000000", "--rate", "1gbit", "--results", str(results),
+    )  # fmt: skip
+    assert "| rabenseifner | " in done.stdout
+    assert "ring, 2 ranks, 16 MB: " in done.stdout
+    rows = json.loads(results.read_text())["rows"]
+    assert len(rows) == 2 * 7
+    assert all(row["seconds"] and row["predicted"] > 0 for row in rows)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from test_strategy import (
     clip_by_norm,
-    in_mixed_precision,
     lbfgs_with_line_search,
     manual_optimisation,
     rank_without_training_nodes,
-    several_fits,
     two_optimizers,
     unused_parameters,
 )
@@ -40,11 +38,9 @@ class Under:
 
 CASES = {
     clip_by_norm: 1e-10,
-    in_mixed_precision: 0.05,
     lbfgs_with_line_search: 1e-7,
     manual_optimisation: 1e-10,
     rank_without_training_nodes: 1e-10,
-    several_fits: 1e-10,
     two_optimizers: 1e-10,
     unused_parameters: 1e-10,
 }

@@ -150,8 +150,11 @@ def bound(rows: list[dict[str, Any]], rate: str) -> str:
 
 def draw(rows: list[dict[str, Any]], rate: str, path: Path) -> None:
     """Measured points and the model's lines, a panel for each number of ranks."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print('no picture without matplotlib: pip install "lightning-sylvie[plots]"')
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
