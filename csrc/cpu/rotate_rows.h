@@ -334,11 +334,7 @@ SYLVIE_TARGET bool quantize_rotated(const Rotation& rotation, const Value* row, 
 template <int kRate>
 SYLVIE_TARGET inline Block read_block(const uint8_t* codes, int64_t count, const Block& scale) {
   uint64_t word = 0;
-  if (count == kBlock) {
-    std::memcpy(&word, codes, rotated_code_bytes(kBlock, kRate));
-  } else {
-    std::memcpy(&word, codes, rotated_code_bytes(count, kRate));
-  }
+  std::memcpy(&word, codes, rotated_code_bytes(count, kRate));
   const auto signs = static_cast<uint32_t>(word);
   if constexpr (kRate == 1) {
     return multiply(signed_block(scale, signs, 1.0f), load_block(kSent));
@@ -357,10 +353,13 @@ SYLVIE_TARGET inline void read_rotated(const Rotation& rotation, const uint8_t* 
     const Piece piece = piece_of(rotation, number);
     const int64_t end = piece.begin + piece.size;
     const Block scale = fill(size_of(load16(scales + 2 * number), rotation));
-    for (int64_t j = piece.begin / kBlock * kBlock; j < end; j += kBlock) {
-      const uint8_t* const codes = record + rotated_code_bytes(j, kRate);
-      const Block block = read_block<kRate>(codes, std::min<int64_t>(rotation.width - j, kBlock), scale);
-      store_part(block, values + j, end - j);
+    int64_t j = piece.begin / kBlock * kBlock;
+    const uint8_t* codes = record + rotated_code_bytes(j, kRate);
+    for (; j + kBlock <= end; j += kBlock, codes += rotated_code_bytes(kBlock, kRate)) {
+      store_block(read_block<kRate>(codes, kBlock, scale), values + j);
+    }
+    if (j < end) {
+      store_part(read_block<kRate>(codes, std::min<int64_t>(rotation.width - j, kBlock), scale), values + j, end - j);
     }
   }
 }
