@@ -119,9 +119,13 @@ class Beside(Lane):
         """
         return self._submit(Ticket(self, begin, lambda pending: finish(pending.wait())), tensors)
 
+    def start(self, job: Callable[[], Any], *tensors: Tensor) -> Ticket:
+        """Has a whole job done in the background."""
+        return self._submit(Ticket(self, job, lambda _: None), tensors)
+
     def run(self, job: Callable[[], T], *tensors: Tensor) -> T:
         values: list[T] = []
-        self._submit(Ticket(self, lambda: values.append(job()), lambda _: None), tensors).wait()
+        self.start(lambda: values.append(job()), *tensors).wait()
         self.stream.adopt(values[0])
         return values[0]
 
@@ -143,7 +147,7 @@ class Beside(Lane):
         for tensor in tensors:
             self.stream.borrow(tensor)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="halo-exchange", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="beside", daemon=True)
             self._thread.start()
         self._queue.put(ticket)
         return ticket

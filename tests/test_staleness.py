@@ -173,7 +173,7 @@ def test_hundreds_of_epochs_take_no_memory() -> None:
         for tensors, (early, late), threads in run_ranks(many_epochs, 2, folder, 300):
             assert tensors[0] == tensors[1]
             assert late - early < 2.0
-            assert "halo-exchange" not in threads  # it ends with the fit
+            assert "beside" not in threads  # it ends with the fit
 
 
 @pytest.mark.parametrize(

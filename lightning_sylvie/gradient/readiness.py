@@ -32,16 +32,16 @@ class Readiness:
         self._seen: dict[Tensor, int] = {}
         self._missing: list[int] = []
         self._start: Callable[[Bucket], None] | None = None
-        self.num_started = 0
+        self._num_started = 0
 
     @contextmanager
     def watching(self, start: Callable[[Bucket], None]) -> Iterator[None]:
-        """Calls `start` with every bucket that completes inside; `num_started` counts them.
+        """Calls `start` with every bucket that completes inside.
 
         Raises:
             RuntimeError: If a gradient comes after its bucket has started.
         """
-        self._seen, self._missing, self.num_started = {}, [], 0
+        self._seen, self._missing, self._num_started = {}, [], 0
         for number, bucket in enumerate(self._buckets):
             trainable = [p for p in bucket.parameters if p.requires_grad]
             self._missing.append(len(trainable))
@@ -67,7 +67,7 @@ class Readiness:
     def _received(self, number: int, parameter: Tensor) -> None:
         if self._start is None:
             return
-        if number < self.num_started:
+        if number < self._num_started:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} received another gradient after "
                 "its sum over the ranks had started, more than in earlier backwards: pass "
@@ -80,7 +80,7 @@ class Readiness:
 
     def _advance(self) -> None:
         assert self._start is not None
-        while self.num_started < len(self._buckets) - 1 and not self._missing[self.num_started]:
-            bucket = self._buckets[self.num_started]
-            self.num_started += 1
+        while self._num_started < len(self._buckets) - 1 and not self._missing[self._num_started]:
+            bucket = self._buckets[self._num_started]
+            self._num_started += 1
             self._start(bucket)

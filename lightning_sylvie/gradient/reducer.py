@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from lightning_sylvie.all_reduce import Compressed, choose
 from lightning_sylvie.gradient.bucket import Bucket, fuse
-from lightning_sylvie.gradient.lane import lane_on
 from lightning_sylvie.gradient.readiness import Readiness
 from lightning_sylvie.gradient.way import GradientSum
+from lightning_sylvie.lane import Beside, Ticket
 from lightning_sylvie.quantizer import Rotated
 from lightning_sylvie.quantizer import choose as choose_code
 from lightning_sylvie.transport import Transport
@@ -57,7 +57,7 @@ class GradientReducer:
         if way.bits < 32 and transport.num_ranks > 1:
             self._compress(way.bits)
         self._overlap = way.overlap and transport.num_ranks > 1 and len(self._buckets) > 1
-        self._readiness = Readiness(self._buckets)
+        self._readiness, self._lane = Readiness(self._buckets), Beside(transport.device)
 
     @property
     def signature(self) -> str:
@@ -74,21 +74,21 @@ class GradientReducer:
             yield
             self.reduce(scale=scale)
             return
-        lane = lane_on(self._transport.device)
+        tickets: list[Ticket] = []
 
         def start(bucket: Bucket) -> None:
             bucket.fill()
-            lane.run(partial(self._sum, bucket))
+            tickets.append(self._lane.start(partial(self._sum, bucket)))
 
         try:
             with self._readiness.watching(start):
                 yield
-        except BaseException:
-            lane.leave()
+            for ticket in tickets:
+                ticket.wait()
+        except BaseException as error:
+            self._lane.give_up(error)
             raise
-        started = self._readiness.num_started
-        lane.join()
-        self._finish(self._buckets[started:], scale)
+        self._finish(self._buckets[len(tickets) :], scale)
 
     def reduce(self, *, scale: float = 1.0) -> None:
         """Sums the gradients; call it on every rank after backward.
@@ -107,8 +107,9 @@ class GradientReducer:
         self._finish(self._buckets, scale)
 
     def close(self) -> None:
-        """Leaves the parameters as they were found."""
+        """Leaves the parameters as they were found, and ends the thread."""
         self._readiness.close()
+        self._lane.close()
 
     def _compress(self, bits: int) -> None:
         code = choose_code(bits, Rotated(unbiased=False) if bits == 1 else "auto")
