@@ -178,8 +178,7 @@ class Halo:
         self._slot += 1
         if self.checking:
             layout = [(tuple(t.shape[1:]), str(t.dtype), t.requires_grad) for t in tensors]
-            signature = f"exchange {self._slot}: {layout}"
-            self.history.lane.run(partial(check_signature, self.transport, signature))
+            self._compare(f"exchange {self._slot}: {layout}")
         if self.plan.num_ranks == 1:
             return tuple(tensors)
         fresh = exact or self._exact or not all(t.is_floating_point() for t in tensors)
@@ -194,8 +193,7 @@ class Halo:
         place in every epoch, whether this one happens in it or not.
         """
         if self.checking:
-            signature = f"constant {tuple(tensor.shape[1:])} {tensor.dtype}"
-            self.history.lane.run(partial(check_signature, self.transport, signature))
+            self._compare(f"constant {tuple(tensor.shape[1:])} {tensor.dtype}")
         if self.transport.rank == 0:
             _log.info("%s reads features that never change: their halo rows move once", name)
         with torch.inference_mode(False), torch.no_grad():
@@ -214,6 +212,10 @@ class Halo:
             name=name or f"exchange {self._slot}",
             lane=self.history.lane,
         )
+
+    def _compare(self, signature: str) -> None:
+        """Raises unless all ranks are at the same exchange."""
+        self.history.lane.run(partial(check_signature, self.transport, signature))
 
     def _add_up(self, tensor: Tensor) -> None:
         """Replaces `tensor` by its sum over the ranks."""
