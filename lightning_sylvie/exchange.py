@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_sylvie.constants import Constants
 from lightning_sylvie.history import Fresh, History
+from lightning_sylvie.observer import Observer
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Full, Quantizer
 from lightning_sylvie.route import Route, RowIds
@@ -36,6 +37,9 @@ class Halo:
         seed: Of the noise; the same on every rank.
         keep_features: Move node tensors that never change once, as they are; see `keep`.
         history: How old halo rows are in training; None: of the same step.
+
+    Attributes:
+        observer: Hears of every exchange; set another one to listen.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Halo:
         self._fresh = Fresh(self.history.lane)
         self._quantizers = quantizer or Full(), gradient_quantizer or quantizer or Full()
         self.seed = seed
+        self.observer = Observer()
         self.checking = False
         self._exact = False
         self._epoch = 0
@@ -211,6 +216,7 @@ class Halo:
             key=(self.seed, self._epoch, self._slot),
             name=name or f"exchange {self._slot}",
             lane=self.history.lane,
+            observer=self.observer,
         )
 
     def _compare(self, signature: str) -> None:

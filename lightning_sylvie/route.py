@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sylvie.lane import Inline, Lane
+from lightning_sylvie.observer import Observer
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Noise, NonFiniteRowError, Quantizer
 from lightning_sylvie.shard import Shard
@@ -55,6 +57,7 @@ class Route:
         key: Seed, epoch and place of the exchange in the step.
         name: The layer and exchange, for messages.
         lane: Where messages are moved.
+        observer: Hears of it.
     """
 
     transport: Transport
@@ -65,6 +68,7 @@ class Route:
     key: tuple[int, ...]
     name: str
     lane: Lane = field(default_factory=Inline)
+    observer: Observer = field(default_factory=Observer)
 
     def push(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Owned rows to the ranks that need them: each tensor with its halo rows appended."""
@@ -149,8 +153,9 @@ class Leg:
             ValueError: If one holds NaN or Inf, with layer, rank and node.
         """
         try:
-            for i, offset in enumerate(self._offsets(sources)[:-1]):
-                self.code.quantize(sources[i], self.index, self._noise(i, 0), message, offset)
+            with self._timing("quantize"):
+                for i, offset in enumerate(self._offsets(sources)[:-1]):
+                    self.code.quantize(sources[i], self.index, self._noise(i, 0), message, offset)
         except NonFiniteRowError as error:
             nodes, what = self.route.ids, "gradient" if self.direction else "row"
             ids = nodes.received if self.direction else nodes.sent
@@ -159,6 +164,9 @@ class Leg:
                 f"{self.route.plan.rank} sends holds NaN or Inf, expected finite values: lower the "
                 "learning rate, clip gradients, or look at that node's features"
             ) from None
+        if self.route.observer.sample:
+            losses = self._losses(sources, message)
+            self.route.observer.sent(self.route.name, self.direction, message.numel(), *losses)
 
     def start(self, message: Tensor, received: Tensor | None = None) -> Pending:
         """Starts to move a message, into `received` if that is given."""
@@ -166,20 +174,42 @@ class Leg:
 
     def decode(self, received: Tensor, rows: Sequence[Tensor]) -> None:
         """Fills `rows`."""
-        for i, offset in enumerate(self._offsets(rows)[:-1]):
-            self.code.dequantize(received, offset, self._noise(i, 1), rows[i])
+        with self._timing("dequantize"):
+            for i, offset in enumerate(self._offsets(rows)[:-1]):
+                self.code.dequantize(received, offset, self._noise(i, 1), rows[i])
 
     def decode_add(self, received: Tensor, index: Tensor, rows: Sequence[Tensor]) -> None:
         """Adds to ``rows[index]``; the index ascends within the rows of each rank."""
-        for i, offset in enumerate(self._offsets(rows)[:-1]):
-            noise = self._noise(i, 1)
-            self.code.dequantize_add(received, offset, noise, index, self.counts[1], rows[i])
+        with self._timing("dequantize"):
+            for i, offset in enumerate(self._offsets(rows)[:-1]):
+                noise = self._noise(i, 1)
+                self.code.dequantize_add(received, offset, noise, index, self.counts[1], rows[i])
 
     def _moved(self, sources: Sequence[Tensor], lane: Lane) -> Tensor:
         message = self.message(sources, sum(self.counts[0]))
         self.encode(sources, message)
         move = partial(self.route.transport.exchange, message, *self.counts)
-        return lane.run(move, message)
+        with self._timing("exchange"):
+            return lane.run(move, message)
+
+    def _timing(self, what: str) -> AbstractContextManager[None]:
+        return self.route.observer.timing(self.route.name, self.direction, what)
+
+    def _losses(self, sources: Sequence[Tensor], message: Tensor) -> tuple[float, float]:
+        """Squared error and norm of some of the floating-point rows in `message`."""
+        num_rows = message.shape[0]
+        step = max(1, num_rows // self.route.observer.sample)
+        picked = torch.arange(0, num_rows, step, device=message.device)
+        error = energy = 0.0
+        for i, offset in enumerate(self._offsets(sources)[:-1]):
+            if sources[i].is_floating_point():
+                given = sources[i][picked if self.index is None else self.index[picked]]
+                decoded, noise = torch.empty_like(given), self._noise(i, 0)
+                noise = Noise(noise.key, noise.id[picked])
+                self.code.dequantize(message[picked], offset, noise, decoded)
+                error += float((decoded - given).double().square().sum())
+                energy += float(given.double().square().sum())
+        return error, energy
 
     def _offsets(self, rows: Sequence[Tensor]) -> list[int]:
         """Where each tensor's bytes start in a record, and where they end."""

@@ -34,7 +34,9 @@ def shards(num_ranks: int) -> list[Shard]:
     return cut(whole, Random().assign(whole.edge_index, 60, num_ranks), num_ranks)
 
 
-def exchange_and_back(bits: int, quantizer: str, gradient_bits: int) -> tuple[Tensor, Tensor, int]:
+def exchange_and_back(
+    bits: float, quantizer: str, gradient_bits: float
+) -> tuple[Tensor, Tensor, int]:
     """Extended rows, the gradient of owned rows for a known cotangent, and bytes sent."""
     from datetime import timedelta
 
@@ -72,10 +74,17 @@ def coded(code: Quantizer, rows: Tensor, ids: Tensor, direction: int, shard: Sha
 
 @pytest.mark.parametrize(
     ("num_ranks", "bits", "quantizer", "gradient_bits"),
-    [(2, 1, "minmax", 1), (4, 1, "rotated", 2), (3, 8, "auto", 16), (2, 32, "auto", 1)],
+    [
+        (2, 1, "minmax", 1),
+        (4, 1, "rotated", 2),
+        (3, 8, "auto", 16),
+        (2, 32, "auto", 1),
+        (3, 0.5, "rotated", 0.5),
+        (2, 1, "centroid", 2),
+    ],
 )
 def test_forward_and_backward_equal_the_formula(
-    num_ranks: int, bits: int, quantizer: str, gradient_bits: int
+    num_ranks: int, bits: float, quantizer: str, gradient_bits: float
 ) -> None:
     results = run_ranks(exchange_and_back, num_ranks, bits, quantizer, gradient_bits)
     parts, x = shards(num_ranks), graph().node["x"]
