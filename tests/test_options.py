@@ -22,7 +22,7 @@ from lightning_sylvie.partition import Metis
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 3}, r"expected bits in \(1, 2, .*got 3"),
+        ({"bits": 3}, r"expected bits in \(0\.5, 1, .*got 3"),
         ({"gradient_bits": 5}, "expected bits in .*got 5"),
         ({"quantizer": "best"}, "expected quantizer in .*got 'best'"),
         ({"mode": "late"}, "expected mode to be one of .*'async'.*, got 'late'"),
