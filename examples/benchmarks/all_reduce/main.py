@@ -56,16 +56,14 @@ def seconds_of(algorithm: AllReduce, transport: Transport, num_bytes: int) -> li
     """Of some calls, the seconds of the slowest rank."""
     values = torch.ones(num_bytes // VALUE)
     taken: list[float] = []
-    while len(taken) < 2 or (sum(taken) < 0.5 and len(taken) < 30):
+    while sum(taken) < 0.4 and len(taken) < 20:
         dist.barrier()
         start = time.perf_counter()
         algorithm(values, transport)
         slowest = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         taken.append(float(slowest))
-        if taken[0] > 3:
-            break
-    return taken[1:] or taken  # the first opens connections
+    return taken
 
 
 def serve(rank: int, address: str, options: argparse.Namespace) -> None:
@@ -75,7 +73,8 @@ def serve(rank: int, address: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", where, LIMIT, options.num_ranks, rank)
     transport = connect(dist.new_group(timeout=LIMIT), timeout=LIMIT)
     steps = 2 * (options.num_ranks - 1)
-    seconds_of(ALGORITHMS["ring"], transport, VALUE)
+    for algorithm in ALGORITHMS.values():  # opens all connections
+        seconds_of(algorithm, transport, VALUE)
     latency = median(seconds_of(ALGORITHMS["ring"], transport, VALUE * options.num_ranks)) / steps
     for num_bytes in options.sizes:
         for name, algorithm in ALGORITHMS.items():
@@ -92,24 +91,30 @@ def serve(rank: int, address: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all numbers of ranks."""
-    rows = []
-    for num_ranks in options.ranks:
-        with Hosts(num_ranks, rate=options.rate) as hosts:
-            command = [sys.executable, __file__, "--num-ranks", str(num_ranks), "--sizes"]
-            command += map(str, options.sizes)
-            command += ["--address", hosts[0].address, "--serve"]
-            processes = [host.start([*command, str(rank)]) for rank, host in enumerate(hosts)]
-            outputs = [process.communicate(timeout=600)[0] for process in processes]
-        if any(process.returncode for process in processes):
-            raise RuntimeError("\n".join(outputs))
-        rows += [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
-    per_byte = 8 / bits_per_second(options.rate)
+def measure(options: argparse.Namespace, num_ranks: int) -> list[dict[str, Any]]:
+    """The rows of one number of ranks."""
+    with Hosts(num_ranks, rate=options.rate) as hosts:
+        command = [sys.executable, __file__, "--num-ranks", str(num_ranks), "--sizes"]
+        command += map(str, options.sizes)
+        command += ["--address", hosts[0].address, "--serve"]
+        processes = [host.start([*command, str(rank)]) for rank, host in enumerate(hosts)]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("\n".join(outputs))
+    rows = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
     for row in rows:
         where = (row["algorithm"], row["num_bytes"], row["num_ranks"], row["latency"])
-        row["predicted"] = predicted(*where, per_byte)
+        row["predicted"] = predicted(*where, 8 / bits_per_second(options.rate))
     return rows
+
+
+def keep(path: Path, rate: str, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows into the results, in the place of earlier ones of as many ranks."""
+    earlier = json.loads(path.read_text()) if path.exists() else {"rate": rate, "rows": []}
+    new = {row["num_ranks"] for row in rows}
+    others = [row for row in earlier["rows"] if row["num_ranks"] not in new]
+    rows = [*(others if earlier["rate"] == rate else []), *rows]
+    path.write_text(json.dumps({"rate": rate, "rows": rows}, indent=1) + "\n")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -198,8 +203,8 @@ def main() -> None:
     if not options.plot:
         if (reason := missing()) is not None:
             sys.exit(reason)
-        found = {"rate": options.rate, "rows": measure(options)}
-        options.results.write_text(json.dumps(found, indent=1) + "\n")
+        for num_ranks in options.ranks:
+            keep(options.results, options.rate, measure(options, num_ranks))
     found = json.loads(options.results.read_text())
     print(table(found["rows"]))
     print(bound(found["rows"], found["rate"]))
