@@ -76,7 +76,7 @@ class Slot:
             decode(message, self._rows)
             self._smooth()
 
-        self._ticket = lane.submit(begin, finish, *sources)
+        self._ticket = lane.submit(begin, finish, *sources, *self._rows, sent, received)
 
     def wait(self) -> None:
         """Returns when nothing is under way."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder
 from ranks import run_ranks
 from stale_reference import train_stale
 from torch import Tensor
@@ -96,6 +97,12 @@ def smoothed_and_bounded(setting: Setting) -> Any:
     return fit(setting, strategy=strategy, module=Training, callbacks=callbacks)
 
 
+def tuned(setting: Setting) -> Any:
+    """A search for a learning rate trains, and goes back: its rows are not those of an epoch."""
+    finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
+    return fit(setting, strategy=ASYNC, module=Training, callbacks=[finder])
+
+
 MOMENTA = {smoothed: (0.95, 0.8), smoothed_and_bounded: (0.95, 0.95)}
 SIMULATED: dict[Callable[[Setting], Any], Callable[[int], bool]] = {
     unbounded: lambda epoch: False,
@@ -103,6 +110,7 @@ SIMULATED: dict[Callable[[Setting], Any], Callable[[int], bool]] = {
     bounded_3: lambda epoch: epoch % 3 == 0,
     bounded_2: lambda epoch: epoch % 2 == 0,
     smoothed: lambda epoch: False,
+    tuned: lambda epoch: False,
     smoothed_and_bounded: lambda epoch: epoch % 3 == 0,
 }
 
