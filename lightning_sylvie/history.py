@@ -55,6 +55,10 @@ class History(ABC):
         """Takes note of the sum of `drift` over the ranks, which each step ends with."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """Keeps no rows of earlier steps, after what is under way."""
+
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here needs: plain values and tensors on the CPU."""
 
@@ -90,6 +94,9 @@ class Fresh(History):
     def agree(self, change: float, norm: float) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -109,11 +116,14 @@ class Pipelined(History):
     Args:
         lane: Runs the exchanges.
         schedule: Which epochs are synchronous.
+        smoothing: What old rows, and old gradients, keep of their last smoothed value; 0: nothing.
     """
 
-    def __init__(self, lane: Beside, schedule: Schedule) -> None:
+    def __init__(
+        self, lane: Beside, schedule: Schedule, smoothing: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         self.lane: Beside = lane
-        self.schedule = schedule
+        self.schedule, self._smoothing = schedule, smoothing
         self._slots: dict[Place, Slot] = {}
         self._restored: dict[Place, dict[str, Any]] = {}
         self._seen: Counter[tuple[int, int]] = Counter()
@@ -129,7 +139,8 @@ class Pipelined(History):
         self._slots = {k: s for k, s in self._slots.items() if s.last_use >= self._step - 1}
         self._synchronous = self.schedule.is_synchronous(epoch)
         self.schedule.began(epoch, synchronous=self._synchronous)
-        self._needed = not self.schedule.will_be_synchronous(epoch + 1)
+        unused = self.schedule.will_be_synchronous(epoch + 1)
+        self._needed = not unused or any(self._smoothing)  # which goes on with every epoch's rows
 
     def push(self, route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
         if torch._C._current_graph_task_id() != -1:
@@ -175,6 +186,11 @@ class Pipelined(History):
     def agree(self, change: float, norm: float) -> None:
         self.schedule.measured(change, norm)
 
+    def forget(self) -> None:
+        for slot in self._slots.values():
+            slot.wait()
+        self._slots.clear()
+
     def state(self) -> dict[str, Any]:
         saved = dict(self._restored)
         for place, slot in self._slots.items():
@@ -204,7 +220,7 @@ class Pipelined(History):
         """Rows of age 1 are used before the next exchange overwrites them, of age 0 after it."""
         stale = not self._synchronous and slot.step == self._step - 1
         if stale:
-            use(slot.arrived())
+            use(slot.arrived(smoothed=True))
         if self._needed or not stale:
             start()
             slot.step = self._step
@@ -217,7 +233,7 @@ class Pipelined(History):
         number = leg.route.key[-1], leg.direction
         place = (*number, self._seen[number])
         self._seen[number] += 1
-        fresh = Slot(leg, rows, num_rows)
+        fresh = Slot(leg, rows, num_rows, self._smoothing[leg.direction])
         known = self._slots.get(place)
         if known is not None and known.layout == fresh.layout:
             return known
@@ -232,9 +248,11 @@ class Pipelined(History):
         return self._boundaries[id(plan)]
 
 
-def history_of(mode: str, device: torch.device, schedule: Schedule) -> History:
+def history_of(
+    mode: str, device: torch.device, schedule: Schedule, smoothing: tuple[float, float]
+) -> History:
     """The history of ``SylvieStrategy(mode=...)``."""
-    return Pipelined(Beside(device), schedule) if mode == "async" else Fresh()
+    return Pipelined(Beside(device), schedule, smoothing) if mode == "async" else Fresh()
 
 
 class _Boundary:

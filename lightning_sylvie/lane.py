@@ -115,7 +115,7 @@ class Beside(Lane):
         Args:
             begin: Starts it; what it returns is waited for.
             finish: Gets the received rows.
-            tensors: What `begin` reads, if the caller does not keep it.
+            tensors: What they read and write, which the caller may drop meanwhile.
         """
         return self._submit(Ticket(self, begin, lambda pending: finish(pending.wait())), tensors)
 

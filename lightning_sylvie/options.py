@@ -36,6 +36,11 @@ def check_strategy(strategy: Any) -> None:
             'expected loss_reduction "mean", "sum", or a function that gives the sum of the '
             f"weights in a batch's weighted mean, got {strategy.loss_reduction!r}"
         )
+    momenta, stale = strategy.smoothing, strategy.mode == "async"
+    if len(momenta) != 2 or not all(0 <= momentum < 1 for momentum in momenta):
+        raise ValueError(f"expected smoothing from 0 up to below 1, or two of it, got {momenta}")
+    if any(momenta) and not stale:
+        raise ValueError(f'expected smoothing with mode="async", got mode={strategy.mode!r}')
     if not isinstance(strategy._timeout, timedelta):
         raise TypeError(f"expected timeout as a datetime.timedelta, got {strategy._timeout!r}")
 

@@ -59,6 +59,9 @@ class Resumable(DDPStrategy):
     ) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._loaded = checkpoint.pop(KEY, None)
+        if self._run is not None:  # a tuner, which goes back to where it began
+            self._run.forget()
+            self._resume(self._trainer)
         return checkpoint
 
     def _resume(self, trainer: Trainer) -> None:

@@ -134,6 +134,10 @@ class Run:
             "history": halo.history.state(),
         }
 
+    def forget(self) -> None:
+        """Lets the next step use nothing of the last one: the weights are others."""
+        self.attachment.halo.history.forget()
+
     def resume(self, progress: dict[str, Any]) -> None:
         """Goes on from what `progress` gave on this rank, or from its ``"seed"`` alone."""
         halo = self.attachment.halo

@@ -22,6 +22,7 @@ class Slot:
         leg: The exchange.
         like: A tensor ``(n, width)`` for each that is moved.
         num_rows: Rows that arrive.
+        momentum: What the smoothed rows keep of their last value.
 
     Attributes:
         layout: What must be equal from step to step.
@@ -29,13 +30,17 @@ class Slot:
         last_use: The last step in which it was used.
     """
 
-    def __init__(self, leg: Leg, like: Sequence[Tensor], num_rows: int) -> None:
+    def __init__(
+        self, leg: Leg, like: Sequence[Tensor], num_rows: int, momentum: float = 0.0
+    ) -> None:
         widths = [(tensor.shape[1], str(tensor.dtype)) for tensor in like]
         cut = leg.route.ids.shard.fingerprint
         self.layout = f"{leg.route.name}: {num_rows} rows of {widths}, cut {cut}"
         self.step = self.last_use = -1
-        self._like, self._num_rows = [tensor[:0] for tensor in like], num_rows
+        self._like = [tensor.new_empty(0, tensor.shape[1]) for tensor in like]
+        self._num_rows, self._momentum = num_rows, momentum
         self._rows: list[Tensor] = []
+        self._smoothed: list[Tensor] = []
         self._messages: tuple[Tensor, Tensor] | None = None
         self._ticket: Ticket | None = None
         self._sample: list[Tensor] = []
@@ -62,13 +67,16 @@ class Slot:
             sent, received = (leg.message(sources, sum(counts)) for counts in leg.counts)
             self._messages = sent, received
         sent, received = self._messages
-        rows = self._rows
 
         def begin() -> Pending:
             leg.encode(sources, sent)
             return leg.start(sent, received)
 
-        self._ticket = lane.submit(begin, lambda message: decode(message, rows), *sources)
+        def finish(message: Tensor) -> None:
+            decode(message, self._rows)
+            self._smooth()
+
+        self._ticket = lane.submit(begin, finish, *sources, *self._rows, sent, received)
 
     def wait(self) -> None:
         """Returns when nothing is under way."""
@@ -76,10 +84,10 @@ class Slot:
         if ticket is not None:
             ticket.wait()
 
-    def arrived(self) -> Sequence[Tensor]:
-        """The rows of the last exchange, waited for."""
+    def arrived(self, *, smoothed: bool = False) -> Sequence[Tensor]:
+        """The rows of the last exchange, waited for; or the smoothed rows, if there are any."""
         self.wait()
-        return self._rows
+        return self._smoothed if smoothed and self._momentum else self._rows
 
     def change(self, sample: list[Tensor]) -> tuple[float, float]:
         """Squared change of `sample` since the last call, and its squared norm."""
@@ -90,14 +98,31 @@ class Slot:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs: rows on the CPU."""
-        rows = [tensor.detach().to("cpu", copy=True) for tensor in self.arrived()]
-        sample = [tensor.cpu() for tensor in self._sample]
-        return {"layout": self.layout, "step": self.step, "rows": rows, "sample": sample}
+        self.wait()
+        state: dict[str, Any] = {"layout": self.layout, "step": self.step}
+        for name, tensors in self._kept.items():
+            state[name] = [tensor.to("cpu", copy=True) for tensor in tensors]
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes the rows of `state` if it is of the same layout."""
         if state["layout"] == self.layout and state["rows"]:
             self.step = state["step"]
-            device = self._like[0].device
-            self._rows = [tensor.to(device) for tensor in state["rows"]]
-            self._sample = [tensor.to(device) for tensor in state["sample"]]
+            for name, tensors in self._kept.items():
+                tensors[:] = [tensor.to(self._like[0].device) for tensor in state[name]]
+
+    @property
+    def _kept(self) -> dict[str, list[Tensor]]:
+        """What lasts from step to step."""
+        return {"rows": self._rows, "smoothed": self._smoothed, "sample": self._sample}
+
+    def _smooth(self) -> None:
+        """PipeGCN's rule (its section 3.4): momentum * smoothed + (1 - momentum) * rows.
+
+        The first rows are taken as they are, where PipeGCN's code starts from zeros.
+        """
+        if self._momentum and not self._smoothed:
+            self._smoothed = [rows.clone() for rows in self._rows]
+        elif self._momentum:
+            for smoothed, rows in zip(self._smoothed, self._rows, strict=True):
+                smoothed.lerp_(rows, 1.0 - self._momentum)

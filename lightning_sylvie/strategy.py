@@ -53,6 +53,9 @@ class SylvieStrategy(Resumable):
         mode: ``"sync"``: every layer waits for this epoch's halo rows. ``"async"``: it takes those
             that last epoch's exchange has brought and starts this epoch's, which is under way
             beside the computation; see `BoundedStaleness`.
+        smoothing: In ``"async"``: use the exponential mean of what has arrived so far, with this
+            momentum (PipeGCN's is 0.95), instead of what arrived last; a pair: of halo rows and of
+            their gradients. Synchronous epochs use their own rows as they are.
         quantizer: How rows are coded: ``"rotated"`` (up to 2 bits), ``"minmax"`` (the paper's),
             ``"centroid"``, ``"auto"`` (rotated where it can, else minmax), or a `Quantizer`.
         gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
@@ -85,6 +88,7 @@ class SylvieStrategy(Resumable):
         *,
         bits: float = 32,
         mode: Literal["sync", "async"] = "sync",
+        smoothing: float | tuple[float, float] = 0.0,
         quantizer: str | Quantizer = "auto",
         gradient_bits: float | None = None,
         gradient_quantizer: str | Quantizer | None = None,
@@ -115,6 +119,8 @@ class SylvieStrategy(Resumable):
             start_method=start_method,
         )
         self.bits, self.mode, self.exchange = bits, mode, exchange
+        pair = smoothing if isinstance(smoothing, (tuple, list)) else (smoothing, smoothing)
+        self.smoothing: tuple[float, float] = tuple(map(float, pair))  # type: ignore[assignment]
         self.quantizer = choose(bits, quantizer)
         self.gradient_quantizer = choose(gradient_bits or bits, gradient_quantizer or quantizer)
         self.partition, self.cache_dir = resolve(partition), cache_dir
@@ -186,7 +192,7 @@ class SylvieStrategy(Resumable):
             self.gradient_quantizer,
             seed=seed,
             keep_features=self.keep_features,
-            history=history_of(self.mode, self.root_device, self.schedule),
+            history=history_of(self.mode, self.root_device, self.schedule, self.smoothing),
         )
         self._run = Run(
             module,

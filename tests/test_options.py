@@ -26,6 +26,8 @@ from lightning_sylvie.partition import Metis
         ({"gradient_bits": 5}, "expected bits in .*got 5"),
         ({"quantizer": "best"}, "expected quantizer in .*got 'best'"),
         ({"mode": "late"}, "expected mode to be one of .*'async'.*, got 'late'"),
+        ({"mode": "async", "smoothing": 1.0}, "expected smoothing from 0 up to below 1, .*got"),
+        ({"smoothing": 0.95}, "expected smoothing with mode=\"async\", got mode='sync'"),
         ({"exchange": "row"}, "expected exchange to be one of .*'input'.*, got 'row'"),
         ({"partition": "best"}, "expected partition to be one of .*got 'best'"),
         ({"partition": torch.rand(4)}, "expected .*got"),

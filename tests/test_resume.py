@@ -117,7 +117,7 @@ def async_32(setting: Setting) -> Any:
 
 
 def bounded(setting: Setting) -> Any:
-    return stopped(setting, bits=1, mode="async", bound=3)
+    return stopped(setting, bits=1, mode="async", bound=3, smoothing=0.9)
 
 
 def adaptive(setting: Setting) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder
 from ranks import run_ranks
 from stale_reference import train_stale
 from torch import Tensor
@@ -85,11 +86,32 @@ def bounded_2(setting: Setting) -> Any:
     return fit(setting, strategy=ASYNC, validate=True, callbacks=callbacks, limit_train_batches=1)
 
 
+def smoothed(setting: Setting) -> Any:
+    """PipeGCN's rule, for rows and gradients apart."""
+    return fit(setting, strategy={"smoothing": (0.95, 0.8), **ASYNC}, module=Training)
+
+
+def smoothed_and_bounded(setting: Setting) -> Any:
+    callbacks = [BoundedStaleness(3)]
+    strategy = {"smoothing": 0.95, **ASYNC}
+    return fit(setting, strategy=strategy, module=Training, callbacks=callbacks)
+
+
+def tuned(setting: Setting) -> Any:
+    """A search for a learning rate trains, and goes back: its rows are not those of an epoch."""
+    finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
+    return fit(setting, strategy=ASYNC, module=Training, callbacks=[finder])
+
+
+MOMENTA = {smoothed: (0.95, 0.8), smoothed_and_bounded: (0.95, 0.95)}
 SIMULATED: dict[Callable[[Setting], Any], Callable[[int], bool]] = {
     unbounded: lambda epoch: False,
     validated: lambda epoch: False,
     bounded_3: lambda epoch: epoch % 3 == 0,
     bounded_2: lambda epoch: epoch % 2 == 0,
+    smoothed: lambda epoch: False,
+    tuned: lambda epoch: False,
+    smoothed_and_bounded: lambda epoch: epoch % 3 == 0,
 }
 
 
@@ -119,15 +141,20 @@ CASES = OnRanks(*SIMULATED, synchronous, bounded_1, asynchronous)
 def test_rows_of_the_last_epoch_equal_the_simulation(case: Any, num_ranks: int) -> None:
     start = {name: value.double() for name, value in weights(small_gnn()).items()}
     graph = small_graph()
-    expected = train_stale(start, graph, parts(num_ranks), EPOCHS, SIMULATED[case])
+    momentum = MOMENTA.get(case, (0.0, 0.0))
+    expected = train_stale(
+        start, graph, parts(num_ranks), EPOCHS, SIMULATED[case], momentum=momentum
+    )
     found = [
         {name.removeprefix("gnn."): value for name, value in rank.items()}
         for rank in CASES(case, num_ranks)
     ]
     assert_equal_runs(found, expected, 1e-10)
-    if num_ranks > 1:  # and staleness is no small thing
+    if num_ranks > 1:  # and staleness is no small thing, nor is smoothing
         fresh = train_stale(start, graph, parts(num_ranks), EPOCHS, lambda epoch: True)
         assert largest_difference(expected, fresh) > 1e-3
+        rough = train_stale(start, graph, parts(num_ranks), EPOCHS, SIMULATED[case])
+        assert (largest_difference(expected, rough) > 1e-3) == (case in MOMENTA)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
