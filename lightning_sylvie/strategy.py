@@ -83,7 +83,7 @@ class SylvieStrategy(Resumable):
     def __init__(
         self,
         *,
-        bits: float = 32,
+        bits: float = 1,
         mode: Literal["sync", "async"] = "sync",
         quantizer: str | Quantizer = "auto",
         gradient_bits: float | None = None,
