@@ -28,7 +28,7 @@ class Halo:
     """What the layers of a model see of the other ranks.
 
     It is in force only inside `using`; outside, attached layers behave as unmodified ones. Every
-    rank must make the same calls in the same order.
+    rank must make the same calls in the same order. Set its `observer` to hear of its exchanges.
 
     Args:
         transport: Moves messages between ranks; owned by the caller.
@@ -37,9 +37,6 @@ class Halo:
         seed: Of the noise; the same on every rank.
         keep_features: Move node tensors that never change once, as they are; see `keep`.
         history: How old halo rows are in training; None: of the same step.
-
-    Attributes:
-        observer: Hears of every exchange; set another one to listen.
     """
 
     def __init__(
@@ -57,8 +54,7 @@ class Halo:
         self.history = history or Fresh()
         self._fresh = Fresh(self.history.lane)
         self._quantizers = quantizer or Full(), gradient_quantizer or quantizer or Full()
-        self.seed = seed
-        self.observer = Observer()
+        self.seed, self.observer = seed, Observer()
         self.checking = False
         self._exact = False
         self._epoch = 0
@@ -95,8 +91,7 @@ class Halo:
 
     def bits_per_value(self) -> float:
         """What a value of a wide row takes on the wire, there and back, on average."""
-        rows = torch.empty(0, 256)
-        codes = (Full(),) if self._exact else self._quantizers
+        rows, codes = torch.empty(0, 256), (Full(),) if self._exact else self._quantizers
         return sum(8 * code.row_bytes(rows) for code in codes) / len(codes) / rows.shape[1]
 
     @contextmanager

@@ -86,7 +86,7 @@ class SylvieStrategy(Resumable):
     def __init__(
         self,
         *,
-        bits: float = 32,
+        bits: float = 1,
         mode: Literal["sync", "async"] = "sync",
         smoothing: float | tuple[float, float] = 0.0,
         quantizer: str | Quantizer = "auto",

@@ -148,12 +148,12 @@ def test_degrees_and_features_of_gcn_travel_once() -> None:
 @pytest.mark.parametrize(("width", "bits", "maps"), [(80, 1, False), (64, 1, True), (80, 32, True)])
 def test_features_are_mapped_here_where_that_is_cheaper(width: int, bits: int, maps: bool) -> None:
     """16 operations per value and bit against 1000 per byte; 1 bit is 1.125 with a row's scale."""
-    features = torch.randn(GRAPH.num_nodes, width)
+    features, built = torch.randn(GRAPH.num_nodes, width), pyg_nn.GATv2Conv(width, 32)
 
     def body(transport: Transport) -> int:
         shard = part(transport.rank)
         shard = replace(shard, node={"x": features[shard.node_id]})
-        layer, halo = pyg_nn.GATv2Conv(width, 32), Halo(transport, choose(bits))
+        layer, halo = copy.deepcopy(built), Halo(transport, choose(bits))
         Attachment(layer, halo).keep(shard)
         with halo.using(shard):
             layer(shard.node["x"], shard.edge_index)

@@ -30,7 +30,7 @@ def train(module: L.LightningModule, folder: str, **options: Any) -> None:
     strategy = SylvieStrategy(
         cluster_environment=Launched(),
         cache_dir=f"{folder}/parts",
-        **{"partition": "random", **given},
+        **{"partition": "random", "bits": 32, **given},
     )
     defaults = {
         "accelerator": "cpu",
@@ -176,7 +176,7 @@ def cut_with_a_crash(folder: str) -> None:
 
 
 def fit_bad_data(folder: str) -> None:
-    strategy = SylvieStrategy(cluster_environment=Launched(), cache_dir=folder)
+    strategy = SylvieStrategy(bits=32, cluster_environment=Launched(), cache_dir=folder)
     graph = small_graph()
     graph.edge_index[0, 3] = 1000
     trainer = L.Trainer(

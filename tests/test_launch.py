@@ -175,7 +175,7 @@ def test_command_line(tmp_path: Path) -> None:
     codes, output = finish(start(python("cli.py", "fit", "--config", str(config))))
     assert codes == [0], output
     for rank in (0, 1):
-        assert f"RESULT {rank} of 2: SylvieStrategy(bits=32" in output
+        assert f"RESULT {rank} of 2: SylvieStrategy(bits=1," in output
     assert "exchange='input', partition='random seed=0'" in output
 
 

@@ -49,7 +49,7 @@ def test_unknown_and_positional_options_are_errors() -> None:
 
 
 def test_repr_tells_the_options() -> None:
-    assert repr(SylvieStrategy(partition=Metis(seed=3))) == (
+    assert repr(SylvieStrategy(bits=32, partition=Metis(seed=3))) == (
         "SylvieStrategy(bits=32, mode='sync', exchange='message', "
         "partition='metis seed=3 objective=volume imbalance=0.03')"
     )

@@ -22,7 +22,7 @@ from rows import (
 from torch import Tensor
 
 from lightning_sylvie import ops
-from lightning_sylvie.ops import noise
+from lightning_sylvie.ops import noise, rotation
 from lightning_sylvie.ops import rotate_reference as reference
 
 PI_HALF = torch.pi / 2
@@ -76,11 +76,11 @@ def test_the_rotation_is_orthonormal(width: int) -> None:
     keys = noise.row_keys(3, torch.arange(width))
     identity = torch.eye(width, dtype=torch.float64)
     same_keys = tuple(word[:1].expand(width) for word in keys)
-    growth = 2.0 ** reference._left_to_scale(width)  # of two rounds, there and back
-    rotation = reference.rotate(identity, same_keys)
-    torch.testing.assert_close(rotation @ rotation.T / growth, identity, atol=1e-6, rtol=0)
+    growth = 2.0 ** rotation.left_to_scale(width)  # of two rounds, there and back
+    matrix = rotation.rotate(identity, same_keys)
+    torch.testing.assert_close(matrix @ matrix.T / growth, identity, atol=1e-6, rtol=0)
     values = torch.randn(width, width, dtype=torch.float64)
-    back = reference.rotate_back(reference.rotate(values, keys), keys) / growth
+    back = rotation.rotate_back(rotation.rotate(values, keys), keys) / growth
     torch.testing.assert_close(back, values, atol=1e-5, rtol=1e-5)
 
 

@@ -28,7 +28,7 @@ graph = Data(
 )
 L.seed_everything(1, verbose=False)
 module = SylvieModule(GraphSAGE(8, 16, num_layers=2, out_channels=3))
-cut = SylvieStrategy(partition="random", cache_dir=cache)
+cut = SylvieStrategy(bits=32, partition="random", cache_dir=cache)
 strategy = cut if devices * num_nodes > 1 else "auto"
 trainer = L.Trainer(
     accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy, max_epochs=5,

@@ -155,7 +155,7 @@ class Setting:
             return "auto"
         place = {"partition": "random", "cache_dir": self.folder / "parts"}
         options = {**place, **self.options, **options}
-        return SylvieStrategy(cluster_environment=Launched(), **options)
+        return SylvieStrategy(cluster_environment=Launched(), **{"bits": 32, **options})
 
     def trainer(self, *, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
         """A quiet Trainer for 10 epochs in float64; `strategy`: options of `SylvieStrategy`."""

@@ -22,11 +22,8 @@ from lightning_sylvie.ops.records import (
     report_bad,
     unpack,
 )
+from lightning_sylvie.ops.rotation import BLOCK, left_to_scale, pieces, rotate, rotate_back
 
-_BLOCK = 32
-_MAX_ROTATION = 256
-_ROUND_SIGNS = 0x20000000
-_LAST_PIECE_SIGNS = 0x10000000
 _SCALE_NOISE = 0x40000000
 _SIZE_MIDDLE, _SIZE_HALF, _SIZE_LIMIT = 0.9814, 0.5286, 0.9816
 _NAN = float("nan")
@@ -35,7 +32,7 @@ _NAN = float("nan")
 def row_bytes(width: int, bits: float) -> int:
     """Codes, a scale per piece and, unless the row is narrow, a mean."""
     mean_bytes = 2 if width >= NARROW_WIDTH else 0
-    return _code_bytes(width, bits) + 2 * len(_pieces(width)) + mean_bytes if width > 0 else 0
+    return _code_bytes(width, bits) + 2 * len(pieces(width)) + mean_bytes if width > 0 else 0
 
 
 def rotate_quantize_rows(
@@ -95,89 +92,6 @@ def rotate_dequantize_add_rows(
     add_groups(values, index, counts, rows)
 
 
-def rotate(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows ``(k, width)`` rotated in two rounds of pieces."""
-    values = values.clone()
-    for begin, size, counter, factor in _rotations(values.size(1)):
-        piece = values[:, begin : begin + size] * _signs(keys, size, counter, factor)
-        values[:, begin : begin + size] = _hadamard(piece)
-    return values
-
-
-def rotate_back(values: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-    """The inverse of `rotate`."""
-    values = values.clone()
-    for begin, size, counter, factor in reversed(_rotations(values.size(1))):
-        piece = _hadamard(values[:, begin : begin + size])
-        values[:, begin : begin + size] = piece * _signs(keys, size, counter, factor)
-    return values
-
-
-def _rotation_size(width: int) -> int:
-    """Values that one transform mixes: the largest power of two that fits."""
-    size = 1
-    while size * 2 <= width and size < _MAX_ROTATION:
-        size *= 2
-    return size
-
-
-def _rounds(width: int) -> list[tuple[int, int]]:
-    """Size of the pieces of each round and its first counter."""
-    size = _rotation_size(width)
-    return [(min(size, _BLOCK), 0), (size, _ROUND_SIGNS)]
-
-
-def _rotations(width: int) -> list[tuple[int, int, int, float]]:
-    """First column, size, first counter of the signs and factor of each transform, in order.
-
-    The factor makes a round orthonormal, unless whole pieces cover the row: then all values grow
-    alike, and the scale takes it, see `_left_to_scale`.
-    """
-    steps = []
-    for size, start in _rounds(width):
-        exponent = size.bit_length() - 1
-        root = 2.0 ** -(exponent // 2) * (0.70710678 if exponent % 2 else 1.0)
-        factor = root if width % size else 1.0
-        begins = range(0, width - size + 1, size)
-        steps += [(begin, size, start + begin // _BLOCK, factor) for begin in begins]
-        if width % size:
-            steps.append((width - size, size, start + _LAST_PIECE_SIGNS, factor))
-    return steps
-
-
-def _left_to_scale(width: int) -> int:
-    """Half of this power of two is in the scale as it is written, half where it is read."""
-    return sum(size.bit_length() - 1 for size, _ in _rounds(width) if width % size == 0)
-
-
-def _pieces(width: int) -> list[tuple[int, int]]:
-    """The columns begin..end that share a scale; the last transform takes its share first."""
-    size = _rotation_size(width)
-    begins = list(range(0, width - size, size))
-    ends = [min(begin + size, width - size) for begin in begins]
-    return [*zip(begins, ends, strict=True), (width - size, width)]
-
-
-def _hadamard(values: Tensor) -> Tensor:
-    """Unnormalized transform along the rows, the widest level first."""
-    rows, size = values.shape
-    half = size // 2
-    while half > 0:
-        a, b = values.reshape(rows, size // (2 * half), 2, half).unbind(2)
-        values = torch.stack([a + b, a - b], 2).reshape(rows, size)
-        half //= 2
-    return values
-
-
-def _signs(keys: tuple[Tensor, Tensor], size: int, counter: int, factor: float) -> Tensor:
-    """Random signs ``(k, size)`` times a factor."""
-    device = keys[0].device
-    words = noise.random_bits(keys, counter + torch.arange(-(-size // _BLOCK), device=device))
-    bits = words[:, :, None] >> torch.arange(_BLOCK, device=device) & 1
-    value = torch.tensor(factor, dtype=torch.float32, device=device)
-    return torch.where(bits.flatten(1)[:, :size] == 1, -value, value)
-
-
 def _normalizer(values: Tensor) -> Tensor:
     """A power of two that brings the largest absolute value to 1..4."""
     exponent = (float_bits(values) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
@@ -194,7 +108,7 @@ def _sent(width: int, bits: float, device: torch.device) -> Tensor:
     """Which columns have a code: bool ``(width,)``."""
     is_sent = torch.ones(width, dtype=torch.bool, device=device)
     if bits < 1 and width >= NARROW_WIDTH:
-        is_sent = torch.arange(width, device=device) % _BLOCK < _BLOCK // 2
+        is_sent = torch.arange(width, device=device) % BLOCK < BLOCK // 2
     return is_sent
 
 
@@ -212,9 +126,9 @@ def _codes(rotated: Tensor, bits: float) -> tuple[Tensor, Tensor]:
     if bits < 2:
         return pack(signs[:, is_sent], 1), is_sent.float().expand_as(rotated)
     is_large = torch.cat(
-        [_normal_sizes(rotated[:, begin:end]) >= 1 for begin, end in _pieces(width)], 1
+        [_normal_sizes(rotated[:, begin:end]) >= 1 for begin, end in pieces(width)], 1
     )
-    blocks = zip(signs.split(_BLOCK, 1), is_large.long().split(_BLOCK, 1), strict=True)
+    blocks = zip(signs.split(BLOCK, 1), is_large.long().split(BLOCK, 1), strict=True)
     return pack(torch.cat([part for pair in blocks for part in pair], 1), 1), _sizes(is_large)
 
 
@@ -235,8 +149,8 @@ def _sent_scales(
 ) -> Tensor:
     """What multiplies the codes of each piece, rounded to bf16 stochastically."""
     scales, width = [], rotated.size(1)
-    shrink = 2.0 ** -((_left_to_scale(width) + 1) // 2)
-    for begin, end in _pieces(width):
+    shrink = 2.0 ** -((left_to_scale(width) + 1) // 2)
+    for begin, end in pieces(width):
         piece, shape = rotated[:, begin:end], shapes[:, begin:end]
         products = _lane_sum(piece.abs() * shape)
         if unbiased:
@@ -253,7 +167,7 @@ def _sent_scales(
 
 def _lane_sum(values: Tensor) -> Tensor:
     """Sums of rows ``(k, 1)`` in an order all kernels share: 32 lanes, then halves of them."""
-    blocks = torch.nn.functional.pad(values, (0, -values.size(1) % _BLOCK)).split(_BLOCK, dim=1)
+    blocks = torch.nn.functional.pad(values, (0, -values.size(1) % BLOCK)).split(BLOCK, dim=1)
     lanes = torch.zeros_like(blocks[0])
     for block in blocks:
         lanes = lanes + block
@@ -286,10 +200,10 @@ def _decode(
     if width == 0:
         return torch.zeros(message.size(0), 0, device=message.device)
     record = message[:, offset : offset + row_bytes(width, bits)]
-    num_codes, pieces = _code_bytes(width, bits), _pieces(width)
+    num_codes, shares = _code_bytes(width, bits), pieces(width)
     side = from_bf16_bytes(record[:, num_codes:])
-    sizes = [end - begin for begin, end in pieces]
-    size = side[:, : len(pieces)] * 2.0 ** -(_left_to_scale(width) // 2)
+    sizes = [end - begin for begin, end in shares]
+    size = side[:, : len(shares)] * 2.0 ** -(left_to_scale(width) // 2)
     scale = size.repeat_interleave(
         torch.tensor(sizes, device=side.device), dim=1, output_size=width
     )
@@ -310,7 +224,7 @@ def _shapes(codes: Tensor, bits: float, width: int) -> tuple[Tensor, Tensor]:
         is_minus = is_sent.expand(codes.size(0), -1).clone()
         is_minus[:, is_sent] = unpack(codes, int(is_sent.sum()), 1) == 1
         return is_minus, is_sent.float()
-    counts = [min(_BLOCK, width - begin) for begin in range(0, width, _BLOCK)]
+    counts = [min(BLOCK, width - begin) for begin in range(0, width, BLOCK)]
     parts = unpack(codes, 2 * width, 1).split([n for count in counts for n in (count, count)], 1)
     is_minus, is_large = torch.cat(parts[::2], 1) == 1, torch.cat(parts[1::2], 1) == 1
     return is_minus, _sizes(is_large)

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,7 +31,9 @@ class Fails(UserModule):
 
 
 def train(name: str, args: argparse.Namespace) -> None:
-    own = SylvieStrategy(partition="random", cache_dir=args.folder)
+    own = SylvieStrategy(bits=32, partition="random", cache_dir=args.folder)
+    if name:
+        StrategyRegistry[name]["init_params"]["bits"] = 32
     options = {
         "accelerator": "cpu",
         "devices": args.devices,

@@ -70,7 +70,7 @@ def run(name: str, seed: int, num_ranks: int, options: argparse.Namespace) -> di
         graph = split(graph, seed)
     L.seed_everything(seed, verbose=False)
     model = SparseGCN(graph.num_inputs, recipe.hidden, int(graph.y.max()) + 1, options.dropout)
-    strategy = SylvieStrategy(start_method="fork", cache_dir=options.work / "parts")
+    strategy = SylvieStrategy(bits=32, start_method="fork", cache_dir=options.work / "parts")
     with tempfile.TemporaryDirectory() as folder:
         best = BestEpoch(Path(folder) / "best.json")
         trainer = L.Trainer(

@@ -106,7 +106,7 @@ def ranks(model: torch.nn.Module, graph: Any, epochs: int, num_ranks: int) -> di
         trainer = L.Trainer(
             accelerator="cpu",
             devices=num_ranks,
-            strategy=SylvieStrategy(start_method="fork", cache_dir=folder),
+            strategy=SylvieStrategy(bits=32, start_method="fork", cache_dir=folder),
             max_epochs=epochs + WARM_UP,
             limit_val_batches=0,
             callbacks=[Clock(folder)],

@@ -40,59 +40,53 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         yield Run(graph, model, num_layers, code, seed)
 
 
-def table(results: dict[str, dict[str, float]], options: argparse.Namespace) -> str:
-    """A row per graph, model and code: means over the seeds that every code of the row has."""
+Results = dict[str, dict[str, float]]
+
+
+def table(results: Results, options: argparse.Namespace) -> str:
+    """A row per graph, model and code: means over the seeds that there are, beside 32 bits."""
     head = "graph", "layers", "code", "seeds", "test accuracy", "to 32 bits", "training loss"
     head += "CPU ms", "kB", "error of rows", "of gradients", "aggregated"
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    grid = itertools.product(options.graphs, options.models, options.layers)
-    for graph, model, num_layers in grid:
-        common = [
-            seed
-            for seed in options.seeds
-            if all(str(Run(graph, model, num_layers, c, seed)) in results for c in options.codes)
-        ]
-        if common:
-            found = {
-                code: [results[str(Run(graph, model, num_layers, code, s))] for s in common]
-                for code in options.codes
-            }
-            lines += [
-                f"| {graph} | {num_layers} {model} | {code} | {len(common)} | "
-                + _cells(found[code], found.get("32"))
-                for code in options.codes
-            ]
+    for graph, model, layers, code in itertools.product(
+        options.graphs, options.models, options.layers, options.codes
+    ):
+        every = [Run(graph, model, layers, code, seed) for seed in options.seeds]
+        pairs = pairs_of(results, every)
+        if pairs:
+            cells = f"| {graph} | {layers} {model} | {code} | {len(pairs)} | "
+            lines.append(cells + " | ".join(_cells(pairs)) + " |")
     return "\n".join(lines)
 
 
-def _cells(found: list[dict[str, float]], full: list[dict[str, float]] | None) -> str:
-    columns = {name: mean(run[name] for run in found) for name in found[0]}
-    spread = 100 * pstdev(run["test"] for run in found)
-    ahead = 100 * mean(a["test"] - b["test"] for a, b in zip(found, full or found, strict=True))
-    cells = [f"{100 * columns['test']:.2f} ± {spread:.2f}", f"{ahead:+.2f}"]
-    cells += [f"{columns['loss']:.4f}", f"{1e3 * columns['seconds']:.0f}"]
-    cells += [f"{columns['bytes'] / 1e3:.0f}"]
-    cells += [f"{columns[name]:.3f}" for name in ("row_error", "gradient_error", "sum_error")]
-    return " | ".join(cells) + " |"
+def pairs_of(results: Results, every: list[Run]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Each run with that of the same seed at 32 bits, where there are both."""
+    keys = [(str(run), str(run._replace(code="32"))) for run in every]
+    return [(results[a], results[b]) for a, b in keys if a in results and b in results]
 
 
-def summary(results: dict[str, dict[str, float]], options: argparse.Namespace) -> str:
-    """Over all graphs, models and seeds that every code has: how far each is from 32 bits."""
+def _cells(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> Iterator[str]:
+    columns = {name: mean(run[name] for run, _ in pairs) for name in pairs[0][0]}
+    yield f"{100 * columns['test']:.2f} ± {100 * pstdev(run['test'] for run, _ in pairs):.2f}"
+    yield f"{100 * mean(run['test'] - full['test'] for run, full in pairs):+.2f}"
+    yield f"{columns['loss']:.4f}"
+    yield f"{1e3 * columns['seconds']:.0f}"
+    yield f"{columns['bytes'] / 1e3:.0f}"
+    for name in ("row_error", "gradient_error", "sum_error"):
+        yield f"{columns[name]:.3f}"
+
+
+def summary(results: Results, options: argparse.Namespace) -> str:
+    """How far each code is from 32 bits, over all pairs of runs that there are."""
     lines = ["| code | pairs | accuracy to 32 bits | worst pair | training loss to 32 bits |"]
     lines.append("|---|---|---|---|---|")
-    every = argparse.Namespace(**{**vars(options), "codes": ["32"]})
-    full = [run for run in runs(every) if str(run) in results]
     for code in options.codes:
-        pairs = [
-            (results[str(run)], results[key])
-            for run in full
-            if (key := str(run._replace(code=code))) in results
-        ]
-        if pairs:
-            gain = [100 * (b["test"] - a["test"]) for a, b in pairs]
-            loss = mean(b["loss"] - a["loss"] for a, b in pairs)
-            error = pstdev(gain) / len(gain) ** 0.5
-            cells = f"{mean(gain):+.2f} ± {error:.2f} | {min(gain):+.2f} | {loss:+.4f}"
+        pairs = pairs_of(results, [run for run in runs(options) if run.code == code])
+        if pairs and code != "32":
+            gains = [100 * (run["test"] - full["test"]) for run, full in pairs]
+            loss = mean(run["loss"] - full["loss"] for run, full in pairs)
+            error = pstdev(gains) / len(gains) ** 0.5
+            cells = f"{mean(gains):+.2f} ± {error:.2f} | {min(gains):+.2f} | {loss:+.4f}"
             lines.append(f"| {code} | {len(pairs)} | {cells} |")
     return "\n".join(lines)
 

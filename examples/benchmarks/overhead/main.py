@@ -146,7 +146,9 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 "Lightning with logs and validation": lightning(
                     SylvieModule(make()), options.epochs, graph
                 ),
-                SYLVIE: lightning(SylvieModule(make()), options.epochs, graph, SylvieStrategy()),
+                SYLVIE: lightning(
+                    SylvieModule(make()), options.epochs, graph, SylvieStrategy(bits=32)
+                ),
             }
             for variant, times in readings.items():
                 blocks = [1000 * (end - start) / BLOCK for start, end in pairwise(times[1:])]
