@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch_geometric.datasets as datasets
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.io import read_npz
 
-DOWNLOADS = Path("data")  # where PyG keeps what it downloads and converts
-CLASSES = {
-    "Planetoid": ("Cora", "CiteSeer", "PubMed"),
-    "Amazon": ("Computers", "Photo"),
-    "Coauthor": ("CS", "Physics"),
-    "CitationFull": ("Cora_ML", "DBLP"),
-    "HeterophilousGraphDataset": ("Tolokers", "Minesweeper"),
-}
-FILES = {"GitHub": "musae_github", "Facebook": "musae_facebook"}  # in the layout of read_npz
+from lightning_sylvie import named
+from lightning_sylvie.named import CLASSES, DOWNLOADS
+
+FILES = {"github": "musae_github", "facebook": "musae_facebook"}  # in the layout of read_npz
 
 
 def community_graph(
@@ -84,45 +77,19 @@ def named_graph(name: str) -> Data:
         graph: Data = torch.load(name, weights_only=False)
         return graph
     local = Path(os.environ.get("SYLVIE_DATA", DOWNLOADS))
-    known = {known.lower(): known for known in [*FILES, *sum(CLASSES.values(), ())]}
-    name = known.get(name.lower(), name)
-    if name in FILES and (path := local / "npz" / f"{FILES[name]}.npz").exists():
+    file = FILES.get(name.lower())
+    if file and (path := local / "npz" / f"{file}.npz").exists():
         return read_npz(str(path), to_undirected=True)
     for kind, names in CLASSES.items():
-        if name in names:
-            return _only(getattr(datasets, kind)(str(_root(local, kind, name)), name))
-    if name.startswith("ogbn-"):
-        return _ogb(name)
-    if hasattr(datasets, name):
-        return _only(getattr(datasets, name)(str(DOWNLOADS / name)))
-    raise ValueError(
-        f"expected a file or a dataset, such as {sorted(known.values())}, got {name!r}"
-    )
+        if name.lower() in map(str.lower, names):
+            _link(local / kind, DOWNLOADS / kind, name)
+    return named.named_graph(name)
 
 
-def _only(dataset: Any) -> Data:
-    if len(dataset) != 1:
-        raise ValueError(f"expected a dataset of one graph, got {len(dataset)}: {dataset}")
-    return dataset[0]
-
-
-def _root(local: Path, kind: str, name: str) -> Path:
-    """A folder for PyG's dataset class, with local raw files linked in: it writes beside them."""
-    root = DOWNLOADS / kind
-    found = [folder for folder in (local / kind).glob("*") if folder.name.lower() == name.lower()]
-    raw = root / (found[0].name if found else name) / "raw"
-    if found and not raw.exists():
-        raw.parent.mkdir(parents=True, exist_ok=True)
-        raw.symlink_to((found[0] / "raw").resolve())
-    return root
-
-
-def _ogb(name: str) -> Data:
-    from ogb.nodeproppred import PygNodePropPredDataset
-
-    dataset = PygNodePropPredDataset(name, str(DOWNLOADS))
-    data = _only(dataset)
-    for split, nodes in dataset.get_idx_split().items():
-        mask = torch.zeros(data.num_nodes, dtype=torch.bool).index_fill_(0, nodes, True)
-        data["val_mask" if split == "valid" else f"{split}_mask"] = mask
-    return data
+def _link(local: Path, root: Path, name: str) -> None:
+    """Links local raw files into PyG's folder for a dataset class: it writes beside them."""
+    for folder in local.glob("*"):
+        raw = root / folder.name / "raw"
+        if folder.name.lower() == name.lower() and not raw.exists():
+            raw.parent.mkdir(parents=True, exist_ok=True)
+            raw.symlink_to((folder / "raw").resolve())

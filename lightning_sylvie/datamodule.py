@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
+from lightning_sylvie.named import named_graph
 from lightning_sylvie.partition import Partitioner, resolve
 from lightning_sylvie.strategy import SylvieStrategy
 
@@ -54,7 +55,8 @@ class GraphDataModule(LightningDataModule):
 
     Args:
         data: A `Data`; a dataset of one graph; a function that makes either, which runs only where
-            the graph is cut; a file with a saved `Data`; or a folder of parts.
+            the graph is cut; a file with a saved `Data`; a folder of parts; or the name of a
+            dataset, see `named_graph`.
         partition: As in `SylvieStrategy`, which decides when this is None.
         cache_dir: Likewise.
         inductive: Train on the subgraph of the training nodes, evaluate on the whole graph.
@@ -146,7 +148,8 @@ def _parts_folder(source: Source) -> Path | None:
 
 def _load(source: Any) -> Data:
     if isinstance(source, (str, Path)):
-        source = torch.load(source, weights_only=False)
+        file = Path(source).is_file()
+        source = torch.load(source, weights_only=False) if file else named_graph(str(source))
     elif callable(source) and not isinstance(source, BaseData):
         source = source()
     if not isinstance(source, BaseData) and hasattr(source, "__getitem__"):

@@ -119,7 +119,9 @@ class Description:
         lines.append(f"edge cut {self.edge_cut:.1%}, halo ratio {self.halo_ratio:.2f}")
         if self.widths:
             lines += ["", _line("bits", *BITS), _line("sent", *map(self._sent, BITS))]
-            lines.append("bytes per epoch, all parts together, widths " + str(list(self.widths)))
+            lines.append(f"bytes per epoch, all parts together, widths {list(self.widths)}")
+            if self.gradient_widths != self.widths:
+                lines[-1] += f", backward {list(self.gradient_widths)}"
         return "\n".join(lines)
 
     def _total(self, what: str) -> int:

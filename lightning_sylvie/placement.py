@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_sylvie.batch import graph_of, map_tensors, whole_graph
+from lightning_sylvie.graph import Graph
 from lightning_sylvie.partition import Assignment, Partitioner
 from lightning_sylvie.plan import check_plans
 from lightning_sylvie.shard import Shard
@@ -52,9 +53,9 @@ class Placement:
         Raises:
             ValueError: If the graph can't be cut, or the ranks hold different cuts.
         """
-        store, key = self._entry(loader)
+        store, key = entry_of(loader, self._cache_dir)
         if self._transport.rank == 0 and key is None:
-            key = self._build(store, loader, partition, reverse)
+            key = build(store, loader, partition, self._transport.num_ranks, reverse=reverse)
         key = str(self._transport.broadcast_object(key, 0))
         if key not in self._placed:
             shard = self._read(store, key, change(torch.empty(0)).device)
@@ -106,27 +107,6 @@ class Placement:
         blocks[transport.rank] = payload
         return torch.cat(blocks).view(rows.dtype).view(-1, *rows.shape[1:])
 
-    def _entry(self, loader: Any) -> tuple[ShardStore, str | None]:
-        """This host's store, and the key of parts made ahead."""
-        if (parts := getattr(loader, "folder", None)) is not None:
-            return ShardStore(parts.parent), parts.name
-        return ShardStore(getattr(loader, "cache_dir", None) or self._cache_dir), None
-
-    def _build(self, store: ShardStore, loader: Any, partition: Partitioner, reverse: bool) -> str:
-        """The key of a complete entry with the parts of the graph that `loader` yields."""
-        graph = graph_of(whole_graph(loader))
-        mask = graph.node.get("train_mask")
-        partition = getattr(loader, "partition", None) or partition
-        if isinstance(partition, Assignment) and graph.node_id is not None:
-            partition = Assignment(partition.parts[graph.node_id])  # given for the larger graph
-        return store.open_or_build(
-            graph,
-            partition,
-            self._transport.num_ranks,
-            mask if mask is not None and mask.dim() == 1 else None,
-            reverse=reverse,
-        )
-
     def _read(self, store: ShardStore, key: str, device: torch.device) -> Shard:
         """This rank's part; sent by rank 0 to ranks whose host does not have the folder."""
         transport = self._transport
@@ -165,3 +145,38 @@ class Placement:
         if len(set(prints)) > 1:
             raise ValueError(f"the ranks hold parts of different cuts: {prints}; delete the folder")
         check_plans([view[1] for view in views])
+
+
+def entry_of(loader: Any, cache_dir: str | Path | None) -> tuple[ShardStore, str | None]:
+    """This host's store for what `loader` yields, and the key of parts made ahead."""
+    if (parts := getattr(loader, "folder", None)) is not None:
+        return ShardStore(parts.parent), parts.name
+    return ShardStore(getattr(loader, "cache_dir", None) or cache_dir), None
+
+
+def build(
+    store: ShardStore, loader: Any, partition: Partitioner, num_parts: int, *, reverse: bool
+) -> str:
+    """The key of a complete entry with the parts of the graph that `loader` yields."""
+    graph = graph_of(whole_graph(loader))
+    return store.open_or_build(
+        graph,
+        partition_for(graph, loader, partition),
+        num_parts,
+        training_nodes(graph),
+        reverse=reverse,
+    )
+
+
+def partition_for(graph: Graph, loader: Any, partition: Partitioner) -> Partitioner:
+    """The loader's partition, else `partition`."""
+    partition = getattr(loader, "partition", None) or partition
+    if isinstance(partition, Assignment) and graph.node_id is not None:
+        return Assignment(partition.parts[graph.node_id])  # given for the larger graph
+    return partition
+
+
+def training_nodes(graph: Graph) -> Tensor | None:
+    """The mask of the nodes that are spread evenly over the parts."""
+    mask = graph.node.get("train_mask")
+    return mask if mask is not None and mask.dim() == 1 else None

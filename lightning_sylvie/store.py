@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,46 @@ class ShardStore:
         parts = partitioner.assign(graph.edge_index, graph.num_nodes, num_parts, train_mask)
         assignment = check_assignment(parts, graph.num_nodes, num_parts)
         try:
-            self._build(key, graph, assignment, num_parts, reverse)
+            self.build(key, graph, assignment, num_parts, reverse=reverse)
         except OSError as error:
             raise StoreError(
                 f"could not write parts to {self.folder} ({error}): free some space there or set "
                 "cache_dir to another folder"
             ) from error
         return key
+
+    def build(
+        self,
+        name: str,
+        graph: Graph,
+        assignment: Tensor,
+        num_parts: int,
+        *,
+        reverse: bool = False,
+        progress: Callable[[Iterator[Shard]], Iterable[Shard]] = iter,
+    ) -> None:
+        """Cuts the graph and writes an entry of any name; one that is there and whole stays.
+
+        Args:
+            name: The entry's name; `open_or_build` takes the key.
+            graph: As for `cut`, like `assignment`, `num_parts` and `reverse`.
+            progress: Passes the shards on as they are made, such as a progress bar.
+
+        Raises:
+            OSError: The folder can't be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_stale()
+        prefix = f"{_BUILDING}+{socket.gethostname()}+{os.getpid()}+"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=self.folder) as folder:
+            entry = Path(folder) / name
+            entry.mkdir()
+            files = {_ASSIGNMENT: write(entry / _ASSIGNMENT, assignment)}
+            for shard in progress(cut_each(graph, assignment, num_parts, reverse=reverse)):
+                file = _shard_name(shard.plan.rank)
+                files[file] = write(entry / file, pack(shard))
+            replace(entry / _MANIFEST, seal({"num_parts": num_parts, "files": files}))
+            self._publish(entry)
 
     def read(self, key: str, rank: int) -> Shard:
         """The shard of `rank`, memory mapped, from its own file only.
@@ -196,22 +230,6 @@ class ShardStore:
         if found != expected:
             raise StoreError(f"{path} is damaged: expected {expected}, got {found}")
         return path
-
-    def _build(
-        self, key: str, graph: Graph, assignment: Tensor, num_parts: int, reverse: bool
-    ) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_stale()
-        prefix = f"{_BUILDING}+{socket.gethostname()}+{os.getpid()}+"
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=self.folder) as name:
-            entry = Path(name) / key
-            entry.mkdir()
-            files = {_ASSIGNMENT: write(entry / _ASSIGNMENT, assignment)}
-            for shard in cut_each(graph, assignment, num_parts, reverse=reverse):
-                file = _shard_name(shard.plan.rank)
-                files[file] = write(entry / file, pack(shard))
-            replace(entry / _MANIFEST, seal({"num_parts": num_parts, "files": files}))
-            self._publish(entry)
 
     def _publish(self, entry: Path) -> None:
         """Gives a complete entry its name, unless another process did so first."""

@@ -38,16 +38,14 @@ def test_path_counted_by_hand() -> None:
     assert description.balance("nodes") == 3 / 2.5
     assert description.balance("work") == 8 / 6.5
     # One row of 3 values in 16 bits and one of 100 signs, two scales and a mean, there and back.
-    assert description.bytes_per_epoch(0, 1) == 2 * (
-        6 + 13 + 6
-    )  # 13 bytes of signs, two scales, a mean
+    assert description.bytes_per_epoch(0, 1) == 2 * (6 + 13 + 6)
     assert description.bytes_per_epoch(0, 32) == 2 * (12 + 400)
     # Indices: 5 edges, 3 owned, 1 halo, 5 edge numbers, 1 sent; x; mask.
     assert one.data_bytes == 8 * (10 + 3 + 1 + 5 + 1) + 3 * 3 * 4 + 3
     assert description.memory(0) == one.data_bytes + 4 * 2 * 4 * 103
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 17, 63, 64, 100, 256])
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 31, 63, 64, 100, 256])
 @pytest.mark.parametrize("bits", BITS)
 def test_row_bytes(width: int, bits: int) -> None:
     if width < 16 and bits < 16:

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from lightning.pytorch.strategies import StrategyRegistry
+from trainers import small_graph
 
 from lightning_sylvie import SylvieStrategy
 
@@ -153,13 +156,22 @@ def test_a_failing_rank_ends_the_script_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    """A class path and its options, written to YAML and read back."""
+    """Class paths and their options, written to YAML and read back, on two ranks."""
     pytest.importorskip("jsonargparse")
+    torch.save(small_graph(torch.float32), tmp_path / "graph.pt")
     options = [
-        "--trainer.strategy=lightning_sylvie.SylvieStrategy",
+        "--model=lightning_sylvie.SylvieModule",
+        "--model.model=torch_geometric.nn.GraphSAGE",
+        "--model.model.in_channels=6",
+        "--model.model.hidden_channels=16",
+        "--model.model.num_layers=2",
+        "--model.model.out_channels=4",
+        f"--data.data={tmp_path}/graph.pt",
+        "--trainer.strategy.bits=1",
         "--trainer.strategy.exchange=input",
         "--trainer.strategy.partition=random",
-        f"--trainer.strategy.cache_dir={tmp_path}",
+        f"--trainer.strategy.cache_dir={tmp_path}/parts",
+        f"--trainer.default_root_dir={tmp_path}/run",
         "--trainer.accelerator=cpu",
         "--trainer.devices=2",
         "--trainer.max_epochs=1",
@@ -167,16 +179,19 @@ def test_command_line(tmp_path: Path) -> None:
         "--trainer.enable_checkpointing=false",
         "--trainer.enable_progress_bar=false",
     ]
+    command = [sys.executable, "-m", "lightning_sylvie", "fit"]
     config = tmp_path / "config.yaml"
-    codes, output = finish(start(python("cli.py", "fit", *options, "--print_config")))
+    codes, output = finish(start([*command, *options, "--print_config"]))
     assert codes == [0], output
     config.write_text(output)
-    assert "class_path: lightning_sylvie.SylvieStrategy" in output
-    codes, output = finish(start(python("cli.py", "fit", "--config", str(config))))
+    codes, output = finish(start([*command, "--config", str(config)]))
     assert codes == [0], output
-    for rank in (0, 1):
-        assert f"RESULT {rank} of 2: SylvieStrategy(bits=1," in output
-    assert "exchange='input', partition='random seed=0'" in output
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in output
+    strategy = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_sylvie.SylvieStrategy"
+    chosen = {"bits": 1, "exchange": "input", "partition": "random"}
+    assert chosen.items() <= strategy["init_args"].items()
+    assert list((tmp_path / "parts").glob("2-*"))
 
 
 def test_names_are_registered_once() -> None:
