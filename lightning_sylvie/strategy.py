@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -207,11 +208,23 @@ class SylvieStrategy(Resumable):
             callback.log = self._run.log  # Lightning gave them the module's own before
         if is_lazy(module):
             self._initialize(trainer)
-        super().setup(trainer)
+        if self.world_size > 1 or trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+        else:
+            self._setup_alone(trainer)
         if self.halo_transport.num_ranks > 1:  # equal weights on all ranks, other dropout masks
             drawn = int(torch.randint(2**62, ()))
             torch.manual_seed(drawn + 1_000_003 * self.global_rank)
         self._resume(trainer)
+
+    def _setup_alone(self, trainer: Any) -> None:
+        """Lightning's set-up for evaluation, without the group that it expects of one process."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
 
     def _initialize(self, trainer: Any) -> None:
         """One forward on this rank's part, before optimizers take the parameters."""
