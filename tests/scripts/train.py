@@ -32,7 +32,7 @@ class Fails(UserModule):
 
 def train(name: str, args: argparse.Namespace) -> None:
     own = SylvieStrategy(bits=32, partition="random", cache_dir=args.folder)
-    if name:
+    if name.startswith("sylvie"):
         StrategyRegistry[name]["init_params"]["bits"] = 32
     options = {
         "accelerator": "cpu",
