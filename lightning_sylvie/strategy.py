@@ -134,7 +134,7 @@ class SylvieStrategy(Resumable):
 
     def __repr__(self) -> str:
         return (
-            f"SylvieStrategy(bits={self.bits}, mode={self.mode!r}, exchange={self.exchange!r}, "
+            f"SylvieStrategy(bits={self.bits:g}, mode={self.mode!r}, exchange={self.exchange!r}, "
             f"partition={self.partition.settings!r})"
         )
 
