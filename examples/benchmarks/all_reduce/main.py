@@ -174,13 +174,15 @@ def draw(rows: list[dict[str, Any]], rate: str, path: Path) -> None:
             times = [1000 * median(row["seconds"]) for row in mine]
             model = [1000 * row["predicted"] for row in mine]
             label = "auto (the backend's)" if name == "auto" else name
-            axis.plot(sizes, times, "oshv^Dx"[index], color=f"C{index}", label=label, markersize=5)
+            style = {"color": f"C{index}", "markerfacecolor": "none", "markersize": 7}
+            axis.plot(sizes, times, "oshv^Dx"[index], label=label, **style)
             if name != "auto":
                 axis.plot(sizes, model, color=f"C{index}", linewidth=1)
         axis.set(xscale="log", yscale="log", title=f"{num_ranks} ranks", xlabel="bytes summed")
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(f"milliseconds at {rate}: points measured, lines by the cost model")
+    axes[0][0].set_ylabel("milliseconds")
     axes[0][0].legend(fontsize=8)
+    figure.suptitle(f"All-reduce on links of {rate}: points measured, lines by the cost model")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

@@ -37,6 +37,7 @@ from lightning_sylvie import (  # noqa: E402
     SylvieStrategy,
 )
 
+KEPT = ("rate", "all_reduce", "bucket_bytes", "features", "width", "nodes")
 WARM_UP = 3  # epochs that are not counted
 LAYERS = 4
 
@@ -81,8 +82,8 @@ def train(options: argparse.Namespace, overlap: bool) -> dict[str, list[float]]:
         enable_model_summary=False,
     )
     L.seed_everything(0, verbose=False)
-    model = GraphSAGE(options.width, options.width, LAYERS, 8)
-    graph = community_graph(options.nodes, num_features=options.width)
+    model = GraphSAGE(options.features, options.width, LAYERS, 8)
+    graph = community_graph(options.nodes, num_features=options.features)
     trainer.fit(SylvieModule(model), GraphDataModule(graph))
     return {"backward": clock.seconds[WARM_UP:], "alone": clock.alone[WARM_UP:]}
 
@@ -124,7 +125,8 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit", help="of every link, each way")
     parser.add_argument("--all-reduce", default="auto")
     parser.add_argument("--bucket-bytes", type=int, default=GradientSum().bucket_bytes)
-    parser.add_argument("--width", type=int, default=256, help="features and hidden units")
+    parser.add_argument("--features", type=int, default=64)
+    parser.add_argument("--width", type=int, default=256, help="hidden units")
     parser.add_argument("--nodes", type=int, default=6000)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
@@ -138,7 +140,7 @@ def main() -> None:
     if (reason := missing()) is not None:
         sys.exit(reason)
     found = measure(options, sys.argv[1:])
-    settings = {name: getattr(options, name) for name in ("rate", "all_reduce", "bucket_bytes")}
+    settings = {name: getattr(options, name) for name in KEPT}
     options.results.write_text(json.dumps({**settings, **found}, indent=1) + "\n")
     after, overlapped, alone = (median(found[name]) for name in ("after", "overlapped", "alone"))
     print(f"backward and a sum after it:     {1000 * after:.1f} ms")
