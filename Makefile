@@ -32,7 +32,7 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 
 install: $(VENV)/.installed
 
