@@ -1,5 +1,6 @@
 # make demo   trains on two processes of this machine      make demo DATASET=Computers   on a real graph
 # make test   runs the whole suite                         make lint / make format       one hook run
+# make docs   writes the pages of docs/ to build/site
 #
 # Needs Python >= 3.10 and a C++ compiler. Everything goes into .venv; nvcc on PATH adds the CUDA kernels.
 # To train on GPUs, or to try another torch, say which:    make test TORCH=torch==2.11.0
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format install clean FORCE
+.PHONY: demo test lint format docs install clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py $(if $(DATASET),--dataset "$(DATASET)")
@@ -29,6 +30,9 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build --strict
 
 install: $(VENV)/.installed
 
