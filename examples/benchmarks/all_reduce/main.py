@@ -125,14 +125,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {num_ranks} ranks | " + " | ".join(map(size_of, sizes)) + " |")
         lines.append("|---" * (len(sizes) + 1) + "|")
         for name in ALGORITHMS:
-            cells = [
-                f"{1000 * median(row['seconds']):.3g} ({1000 * row['predicted']:.3g})"
-                for row in rows
-                if (row["algorithm"], row["num_ranks"]) == (name, num_ranks)
-            ]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            mine = [r for r in rows if (r["algorithm"], r["num_ranks"]) == (name, num_ranks)]
+            cells = {
+                row["num_bytes"]: f"{ms(median(row['seconds']))} ({ms(row['predicted'])})"
+                for row in mine
+            }
+            lines.append(f"| {name} | " + " | ".join(cells.get(size, "") for size in sizes) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}" if seconds > 0.1 else f"{1000 * seconds:.1f}"
 
 
 def size_of(num_bytes: int) -> str:
