@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_sylvie.launch import Launched
 from lightning_sylvie.run import Run
 from lightning_sylvie.transport import Transport
 from lightning_sylvie.world import end_all
@@ -22,7 +22,7 @@ KEY = "lightning_sylvie"
 VERSION = 1
 
 
-class Resumable(DDPStrategy):
+class Resumable(Launched):
     """Puts every rank's state into checkpoints, and goes on from one.
 
     Beside what Lightning stores, a run that continues to the bit needs each rank's random numbers

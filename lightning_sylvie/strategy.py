@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -140,20 +138,6 @@ class SylvieStrategy(Resumable):
 
     # Life: environment, set-up, tear-down
 
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        if environment.creates_processes_externally:  # torchrun, SLURM: ours would start them twice
-            self._launcher = _SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
-        else:
-            super()._configure_launcher()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}  # every rank's loader yields the whole graph
-
     def setup_environment(self) -> None:
         super().setup_environment()
         if not self._transports:
@@ -164,13 +148,6 @@ class SylvieStrategy(Resumable):
             self._placement = Placement(self.gradient_transport, self.cache_dir)
         if self.lightning_module is not None:
             allow_full_graph_loader(self.lightning_module.trainer)
-
-    def setup_distributed(self) -> None:
-        """One process needs no group, nor what Lightning asks of one at every step."""
-        if self.world_size > 1:
-            super().setup_distributed()
-        else:
-            self.set_world_ranks()
 
     @property
     def halo_transport(self) -> Transport:
@@ -208,23 +185,11 @@ class SylvieStrategy(Resumable):
             callback.log = self._run.log  # Lightning gave them the module's own before
         if is_lazy(module):
             self._initialize(trainer)
-        if self.world_size > 1 or trainer.state.fn == TrainerFn.FITTING:
-            super().setup(trainer)
-        else:
-            self._setup_alone(trainer)
+        super().setup(trainer)
         if self.halo_transport.num_ranks > 1:  # equal weights on all ranks, other dropout masks
             drawn = int(torch.randint(2**62, ()))
             torch.manual_seed(drawn + 1_000_003 * self.global_rank)
         self._resume(trainer)
-
-    def _setup_alone(self, trainer: Any) -> None:
-        """Lightning's set-up for evaluation, without the group that it expects of one process."""
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self.setup_precision_plugin()
 
     def _initialize(self, trainer: Any) -> None:
         """One forward on this rank's part, before optimizers take the parameters."""
