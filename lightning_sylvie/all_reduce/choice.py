@@ -10,8 +10,8 @@ from lightning_sylvie.all_reduce.nonoverlapping import Nonoverlapping
 from lightning_sylvie.all_reduce.rabenseifner import Rabenseifner
 from lightning_sylvie.all_reduce.ring import Ring
 
-SEGMENT = 2**16
-"""Values of a segment of the segmented ring: 256 KiB of float32."""
+SEGMENT = 2**18
+"""Values of a segment of the segmented ring: 1 MiB of float32."""
 
 ALGORITHMS: dict[str, AllReduce] = {
     "auto": Backend(),

@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", default="200mbit", help="of every link, each way")
+    parser.add_argument("--rate", default="100mbit", help="of every link, each way")
     parser.add_argument("--all-reduce", default="auto")
     parser.add_argument("--bucket-bytes", type=int, default=GradientSum().bucket_bytes)
     parser.add_argument("--features", type=int, default=64)
