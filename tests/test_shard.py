@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sylvie.graph import Graph
-from lightning_sylvie.plan import check_plans
-from lightning_sylvie.plan import HaloPlan
+from lightning_sylvie.plan import HaloPlan, check_plans
 from lightning_sylvie.shard import Shard, cut, cut_each
 
 
