@@ -1,4 +1,4 @@
-"""The command line: Lightning's, with two commands more that train nothing."""
+"""The command line: Lightning's, with three commands more that train nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_sylvie.ahead import describe_run, partition_run
 from lightning_sylvie.datamodule import GraphDataModule
+from lightning_sylvie.report import report
 
 try:
     import jsonargparse  # noqa: F401
@@ -19,7 +20,7 @@ from lightning.pytorch.cli import LightningCLI
 
 
 class GraphTrainer(Trainer):
-    """Lightning's Trainer with the commands that come before training."""
+    """Lightning's Trainer with commands before and after training."""
 
     def describe(self, model: LightningModule, datamodule: LightningDataModule) -> None:
         """Prints parts, balance, traffic and memory of a run, and trains nothing."""
@@ -35,14 +36,31 @@ class GraphTrainer(Trainer):
         """
         partition_run(self, model, datamodule, Path(folder))
 
+    def report(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        run: str,
+        output: str = "report.html",
+    ) -> None:
+        """Writes a page about a finished run: metrics, curves, and pictures of its cut.
+
+        Args:
+            run: Folder of the run's CSV or TensorBoard log.
+            output: The page.
+        """
+        page = report({Path(run).name: run}, describe_run(self, model, datamodule))
+        Path(output).write_text(page)
+        print(output)
+
 
 class GraphCLI(LightningCLI):
-    """``fit``, ``validate``, ``test``, ``predict``, ``describe`` and ``partition``."""
+    """Lightning's commands, and those of `GraphTrainer`."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         known: dict[str, set[str]] = LightningCLI.subcommands()
-        ahead = {"describe", "partition"}
+        ahead = {"describe", "partition", "report"}
         return known | {command: {"model", "datamodule"} for command in ahead}
 
 

@@ -24,7 +24,8 @@ class PartSize:
     """Counts of one part.
 
     `cut_edges` come from another part's node; `halo` rows are received and `boundary` entries sent
-    in one exchange (a row sent to k parts counts k times); `data_bytes` are the part's tensors.
+    in one exchange (a row sent to k parts counts k times), `sent` of them to each part;
+    `data_bytes` are the part's tensors.
     """
 
     part: int
@@ -35,6 +36,7 @@ class PartSize:
     boundary: int
     train_nodes: int
     data_bytes: int
+    sent: tuple[int, ...]
 
     @classmethod
     def of(cls, shard: Shard, train_mask: str = "train_mask") -> PartSize:
@@ -48,6 +50,7 @@ class PartSize:
             plan.num_sent,
             0 if mask is None else int(mask.sum()),
             sum(tensor.nbytes for tensor in _tensors(shard)),
+            plan.send_counts,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HaloPlan:
     """Which owned rows this rank sends to each rank, and how many halo rows it receives.
 
@@ -55,6 +55,12 @@ class HaloPlan:
                 raise ValueError(f"rows sent to rank {peer} lie outside 0..{self.num_owned - 1}")
             if bool((rows[1:] <= rows[:-1]).any()):
                 raise ValueError(f"rows sent to rank {peer} are not strictly ascending")
+
+    def __repr__(self) -> str:
+        return (
+            f"HaloPlan(rank {self.rank} of {self.num_ranks}: {self.num_owned} owned rows, sends "
+            f"{list(self.send_counts)}, receives {list(self.recv_counts)})"
+        )
 
     @property
     def num_ranks(self) -> int:

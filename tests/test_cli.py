@@ -133,8 +133,12 @@ def test_other_strategies_are_refused(run: Path) -> None:
         main(["describe", "--config", str(run), "--trainer.strategy=ddp"])
 
 
-def test_one_device_fits_tests_and_predicts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--config", str(run), "--trainer.devices=1"]
+def test_one_device_fits_tests_predicts_and_reports(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", str(run), "--trainer.devices=1", "--trainer.log_every_n_steps=1"]
+    options += ["--trainer.logger=lightning.pytorch.loggers.CSVLogger"]
+    options += ["--trainer.logger.save_dir=logs"]
     options += ["--model.init_args.optimizer=torch.optim.SGD"]
     options += ["--model.init_args.optimizer.init_args.lr=0.5", "--model.init_args.metrics=[f1]"]
     cli = main(["fit", *options])
@@ -145,6 +149,10 @@ def test_one_device_fits_tests_and_predicts(run: Path, capsys: pytest.CaptureFix
     main(["test", *options])
     assert "test_f1" in capsys.readouterr().out
     main(["predict", *options])
+    main(["report", *options, "--run=logs/lightning_logs/version_0", "--output=page.html"])
+    page = Path("page.html").read_text()
+    assert "<td>val_f1</td>" in page
+    assert "edge cut 0.0%" in page
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -81,6 +81,29 @@ def test_inductive(tmp_path: Path) -> None:
     )
 
 
+def test_multi_label(tmp_path: Path) -> None:
+    assert "test micro-F1" in run(tmp_path, "multi_label.py", "--epochs", "2").stdout
+
+
+def test_resume(tmp_path: Path) -> None:
+    done = run(tmp_path, "resume.py", "--devices", "1", "--epochs", "4")
+    assert done.stdout.rstrip().endswith(": equal")
+
+
+def test_launch_script_of_torchrun(tmp_path: Path) -> None:
+    """What it runs, with a torchrun that says so: torchrun itself is in the tests above."""
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = [str(EXAMPLES / "launch/torchrun.sh"), "one", "2", "4", "--epochs", "3"]
+    printed = subprocess.run(
+        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+    ).stdout
+    assert "--nnodes 2 --nproc-per-node 4" in printed
+    assert "--rdzv-endpoint one:29500" in printed
+    assert printed.rstrip().endswith("--nodes 2 --devices 4 --epochs 3")
+
+
 def test_overhead_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     done = run(

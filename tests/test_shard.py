@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sylvie.graph import Graph
-from lightning_sylvie.plan import check_plans
+from lightning_sylvie.plan import HaloPlan, check_plans
 from lightning_sylvie.shard import Shard, cut, cut_each
 
 
@@ -304,3 +304,8 @@ def test_graph_fingerprint_depends_on_content_only() -> None:
     ]
     prints = {graph.fingerprint(), *(other.fingerprint() for other in others)}
     assert len(prints) == 1 + len(others)
+
+
+def test_a_plan_reads_well() -> None:
+    plan = HaloPlan(1, 3, torch.tensor([0, 2]), (2, 0), (1, 0))
+    assert repr(plan) == "HaloPlan(rank 1 of 2: 3 owned rows, sends [2, 0], receives [1, 0])"
