@@ -96,10 +96,9 @@ class Config:
 
 MESSAGE = [
     Config(1, "random", True, "message", 10),
-    Config(2, "metis", True, "message", 10),
+    Config(2, "metis", True, "message", 3),
     Config(2, "random", False, "message", 2),
     Config(4, "random", True, "message", 2),
-    Config(4, "metis", False, "message", 2, models_only=True),
     Config(4, "bands", True, "message", 2, models_only=True),
     Config(4, "untrained", False, "message", 2),
     Config(4, "empty", True, "message", 2, models_only=True),

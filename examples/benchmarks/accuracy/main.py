@@ -90,6 +90,11 @@ def run(name: str, seed: int, num_ranks: int, options: argparse.Namespace) -> di
         return json.loads(best.path.read_text())
 
 
+def spread(values: list[float]) -> float:
+    """The standard deviation of a sample; of a single value there is none."""
+    return stdev(values) if len(values) > 1 else 0.0
+
+
 def key_of(name: str, seed: int, num_ranks: int, options: argparse.Namespace) -> str:
     """Under which a run is kept."""
     without = "" if options.dropout == DROPOUT else f", dropout {options.dropout}"
@@ -110,10 +115,10 @@ def table(results: dict[str, dict[str, float]], options: argparse.Namespace) -> 
             ]
             for n in (1, options.ranks)
         ]
-        if min(map(len, runs)) > 1:
-            (one, four), width = map(mean, runs), stdev(runs[0])
+        if all(runs):
+            (one, four), width = map(mean, runs), spread(runs[0])
             verdict = "yes" if abs(four - one) <= width else "NO"
-            cells = [f"{mean(values):.2f} ± {stdev(values):.2f} %" for values in runs]
+            cells = [f"{mean(values):.2f} ± {spread(values):.2f} %" for values in runs]
             lines.append(f"| {name} | {cells[0]} | {cells[1]} | {four - one:+.2f} | {verdict} |")
     return "\n".join(lines)
 
