@@ -87,9 +87,6 @@ class _Recorder(Quantizer):
     def dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
         self._full.dequantize(message, offset, noise, rows)
 
-    def dequantize_add(self, *arguments: Any) -> None:
-        self._full.dequantize_add(*arguments)
-
 
 def _sample(shard: Shard) -> Graph:
     """The part's first nodes and the edges among them."""

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from lightning_sylvie.ops import scatter_add_rows
 
 
 class NonFiniteRowError(ValueError):
@@ -60,7 +63,6 @@ class Quantizer(ABC):
     def dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
         """Fills `rows` ``(num_rows, width)`` with the rows of `message`."""
 
-    @abstractmethod
     def dequantize_add(
         self,
         message: Tensor,
@@ -70,4 +72,10 @@ class Quantizer(ABC):
         counts: Sequence[int],
         rows: Tensor,
     ) -> None:
-        """Adds the rows of `message` to ``rows[index]``; see `ops.scatter_add_rows`."""
+        """Adds the rows of `message` to ``rows[index]``; see `ops.scatter_add_rows`.
+
+        Here they are dequantized first; a code that has an op for both overrides it.
+        """
+        decoded = rows.new_empty((message.shape[0], rows.shape[1]))
+        self.dequantize(message, offset, noise, decoded)
+        scatter_add_rows(decoded.view(torch.uint8), 0, index, counts, rows)

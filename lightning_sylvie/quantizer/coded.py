@@ -64,12 +64,10 @@ class Coded(Quantizer):
         counts: Sequence[int],
         rows: Tensor,
     ) -> None:
-        if rows.dtype != torch.float64:
+        if rows.dtype == torch.float64:
+            super().dequantize_add(message, offset, noise, index, counts, rows)
+        else:
             self._dequantize_add(message, offset, noise, index, counts, rows)
-            return
-        decoded = rows.new_empty((message.shape[0], rows.shape[1]))
-        self.dequantize(message, offset, noise, decoded)
-        ops.scatter_add_rows(decoded.view(torch.uint8), 0, index, counts, rows)
 
     @abstractmethod
     def _row_bytes(self, width: int) -> int: ...

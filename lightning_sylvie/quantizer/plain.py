@@ -58,16 +58,3 @@ class Half(Quantizer):
         cast = rows.new_empty(rows.shape, dtype=torch.bfloat16)
         Full().dequantize(message, offset, noise, cast)
         rows.copy_(cast)
-
-    def dequantize_add(
-        self,
-        message: Tensor,
-        offset: int,
-        noise: Noise,
-        index: Tensor,
-        counts: Sequence[int],
-        rows: Tensor,
-    ) -> None:
-        decoded = rows.new_empty((message.shape[0], rows.shape[1]))
-        self.dequantize(message, offset, noise, decoded)
-        scatter_add_rows(decoded.view(torch.uint8), 0, index, counts, rows)
