@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_sylvie.transport.failure import FailureLog, PeerError
-from lightning_sylvie.transport.transport import Pending, Transport
+from lightning_sylvie.transport.transport import Move, Pending, Transport
 
 T = TypeVar("T")
 
@@ -70,18 +70,11 @@ class GroupTransport(Transport):
         self._end(failed=False)
 
     @final
-    def _start(
-        self,
-        message: Tensor,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        name: str,
-    ) -> Pending:
-        transfer = Transfer(self, message, rows, name)
+    def _start(self, move: Move) -> Pending:
+        transfer = Transfer(self, move.message, move.rows, move.name)
         self._under_way.append(transfer)
         self._num_started += 1
-        self._post(transfer, send_counts, recv_counts)
+        self._post(transfer, move.send_counts, move.recv_counts)
         return transfer
 
     @abstractmethod
@@ -148,7 +141,7 @@ class GroupTransport(Transport):
             message[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         message = message.view(-1, 1).to(self.device)
         rows = message.new_empty(sum(recv_counts), 1)
-        self._start(message, rows, send_counts, recv_counts, "objects").wait()
+        self._start(Move(message, rows, send_counts, recv_counts, "objects")).wait()
         parts = [part.cpu().numpy().tobytes() for part in torch.split(rows, recv_counts)]
         parts[self.rank] = data
         return parts

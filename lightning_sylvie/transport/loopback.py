@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 from torch import Tensor
 
-from lightning_sylvie.transport.transport import Pending, Transport
+from lightning_sylvie.transport.transport import Move, Pending, Transport
 
 
 @final
@@ -29,15 +28,8 @@ class Loopback(Transport):
     def close(self) -> None:
         pass
 
-    def _start(
-        self,
-        message: Tensor,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        name: str,
-    ) -> Pending:
-        return _Arrived(rows)
+    def _start(self, move: Move) -> Pending:
+        return _Arrived(move.rows)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         pass

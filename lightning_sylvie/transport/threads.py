@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_sylvie.transport.failure import PeerError, one_line
-from lightning_sylvie.transport.transport import Pending, Transport
+from lightning_sylvie.transport.transport import Move, Pending, Transport
 
 T = TypeVar("T")
 
@@ -67,16 +67,10 @@ class Threads(Transport):
     def close(self) -> None:
         pass
 
-    def _start(
-        self,
-        message: Tensor,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        name: str,
-    ) -> Pending:
-        blocks = self._meeting.swap(self.rank, message.clone().split(list(send_counts)))
-        return _Swapped(rows.copy_(torch.cat([block[self.rank] for block in blocks])))
+    def _start(self, move: Move) -> Pending:
+        outgoing = move.message.clone().split(list(move.send_counts))
+        blocks = self._meeting.swap(self.rank, outgoing)
+        return _Swapped(move.rows.copy_(torch.cat([block[self.rank] for block in blocks])))
 
     def _all_reduce(self, tensor: Tensor) -> None:
         values = self._meeting.swap(self.rank, tensor.clone())

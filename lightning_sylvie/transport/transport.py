@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -24,6 +25,25 @@ class Pending(ABC):
         Raises:
             PeerError: If a rank is gone, or does not answer within the transport's timeout.
         """
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one call moves.
+
+    Attributes:
+        message: uint8 ``(sum(send_counts), stride)``, grouped by receiving rank.
+        rows: uint8 ``(sum(recv_counts), stride)``, to be filled, grouped by sending rank.
+        send_counts: Rows for each rank.
+        recv_counts: Rows from each rank.
+        name: For messages.
+    """
+
+    message: Tensor
+    rows: Tensor
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+    name: str
 
 
 class Transport(ABC):
@@ -83,7 +103,7 @@ class Transport(ABC):
             )
         self.num_exchanges += 1
         name = f"halo rows in exchange {self.num_exchanges}"
-        return self._counted(message, rows, send_counts, recv_counts, name)
+        return self._counted(Move(message, rows, send_counts, recv_counts, name))
 
     @final
     def exchange(
@@ -115,7 +135,7 @@ class Transport(ABC):
         send_counts, recv_counts = [0] * self.num_ranks, [0] * self.num_ranks
         send_counts[to], recv_counts[source] = len(message), len(rows)
         name = f"part of a sum in step {self.num_steps}"
-        return self._counted(message, rows, send_counts, recv_counts, name)
+        return self._counted(Move(message, rows, send_counts, recv_counts, name))
 
     @final
     def all_reduce(self, tensor: Tensor) -> None:
@@ -144,32 +164,18 @@ class Transport(ABC):
         """Ends the transport; an exchange under way is given up. Safe to call twice."""
 
     @abstractmethod
-    def _start(
-        self,
-        message: Tensor,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        name: str,
-    ) -> Pending:
-        """Starts to move `message` out and to fill `rows`, uint8 of one stride."""
+    def _start(self, move: Move) -> Pending:
+        """Starts to move the message out and to fill the rows."""
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> None: ...
 
-    def _counted(
-        self,
-        message: Tensor,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        name: str,
-    ) -> Pending:
-        stride = message.shape[1]
+    def _counted(self, move: Move) -> Pending:
+        stride = move.message.shape[1]
         for peer in range(self.num_ranks):
-            self.bytes_sent[peer] += send_counts[peer] * stride
-            self.bytes_received[peer] += recv_counts[peer] * stride
-        return self._start(message, rows, send_counts, recv_counts, name)
+            self.bytes_sent[peer] += move.send_counts[peer] * stride
+            self.bytes_received[peer] += move.recv_counts[peer] * stride
+        return self._start(move)
 
     def _check(
         self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
