@@ -34,10 +34,6 @@ inline void check_bits(int64_t bits) {
   SYLVIE_CHECK(bits == 1 || bits == 2 || bits == 4 || bits == 8, "bits: expected 1, 2, 4 or 8, got ", bits);
 }
 
-inline void check_rotated_bits(double bits) {
-  SYLVIE_CHECK(bits == 0.5 || bits == 1.0 || bits == 2.0, "bits: expected 0.5, 1 or 2, got ", bits);
-}
-
 // int64 (num_entries,), beside the rows.
 inline const int64_t* check_entries(const Tensor& entries, const char* name, int64_t num_entries, const Tensor& rows) {
   SYLVIE_CHECK(entries.dim() == 1 && entries.is_contiguous() && entries.scalar_type() == ScalarType::Long, name,

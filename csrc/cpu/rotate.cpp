@@ -9,20 +9,10 @@
 #include "cpu/groups.h"
 #include "cpu/kernels.h"
 #include "cpu/quantize.h"
-#include "quantized.h"
+#include "rotated.h"
 
 namespace sylvie {
 namespace {
-
-Layout check_rotated(const Tensor& message, int64_t offset, double bits, const Tensor& rows, int64_t num_entries) {
-  check_rotated_bits(bits);
-  const int64_t width = rows.size(1);
-  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(width, rotated_rate(width, bits)));
-}
-
-Rotation rotation_of(const Layout& layout, double bits) {
-  return make_rotation(layout.width, rotated_rate(layout.width, bits));
-}
 
 void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index, const Tensor& id, int64_t key,
                           double bits, bool unbiased, const Tensor& message, int64_t offset, const Tensor& bad) {

@@ -15,7 +15,7 @@
 #include "checks.h"
 #include "cuda/launch.h"
 #include "cuda/team.h"
-#include "quantized.h"
+#include "rotated.h"
 
 namespace sylvie {
 namespace {
@@ -325,16 +325,6 @@ size_t shared_bytes(Kernel* kernel, int64_t width) {
   SYLVIE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   return bytes;
-}
-
-Layout check_rotated(const Tensor& message, int64_t offset, double bits, const Tensor& rows, int64_t num_entries) {
-  check_rotated_bits(bits);
-  const int64_t width = rows.size(1);
-  return check_record_layout(message, offset, rows, num_entries, rotated_bytes(width, rotated_rate(width, bits)));
-}
-
-Rotation rotation_of(const Layout& layout, double bits) {
-  return make_rotation(layout.width, rotated_rate(layout.width, bits));
 }
 
 void rotate_quantize_rows(const Tensor& rows, const std::optional<Tensor>& index, const Tensor& id, int64_t key,

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -26,6 +26,7 @@ import lightning as L  # noqa: E402
 import torch  # noqa: E402
 from graphs import named_graph  # noqa: E402
 from recipe import BestEpoch, SparseGCN, packed, split  # noqa: E402
+from spread import spread  # noqa: E402
 
 from lightning_sylvie import GraphDataModule, SylvieStrategy  # noqa: E402
 
@@ -88,11 +89,6 @@ def run(name: str, seed: int, num_ranks: int, options: argparse.Namespace) -> di
         )
         trainer.fit(model, GraphDataModule(graph))
         return json.loads(best.path.read_text())
-
-
-def spread(values: list[float]) -> float:
-    """The standard deviation of a sample; of a single value there is none."""
-    return stdev(values) if len(values) > 1 else 0.0
 
 
 def key_of(name: str, seed: int, num_ranks: int, options: argparse.Namespace) -> str:

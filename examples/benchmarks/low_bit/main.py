@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +26,7 @@ import quiet  # noqa: E402, F401
 import torch  # noqa: E402
 from graphs import named_graph  # noqa: E402
 from recipe import split  # noqa: E402
+from spread import spread  # noqa: E402
 from training import CODES, MODELS, Run, narrowed, train  # noqa: E402
 
 GRAPHS = ("Photo", "PubMed", "Facebook")
@@ -67,7 +68,7 @@ def pairs_of(results: Results, every: list[Run]) -> list[tuple[dict[str, float],
 
 def _cells(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> Iterator[str]:
     columns = {name: mean(run[name] for run, _ in pairs) for name in pairs[0][0]}
-    yield f"{100 * columns['test']:.2f} ± {100 * pstdev(run['test'] for run, _ in pairs):.2f}"
+    yield f"{100 * columns['test']:.2f} ± {100 * spread([run['test'] for run, _ in pairs]):.2f}"
     yield f"{100 * mean(run['test'] - full['test'] for run, full in pairs):+.2f}"
     yield f"{columns['loss']:.4f}"
     yield f"{1e3 * columns['seconds']:.0f}"
@@ -85,7 +86,7 @@ def summary(results: Results, options: argparse.Namespace) -> str:
         if pairs and code != "32":
             gains = [100 * (run["test"] - full["test"]) for run, full in pairs]
             loss = mean(run["loss"] - full["loss"] for run, full in pairs)
-            error = pstdev(gains) / len(gains) ** 0.5
+            error = spread(gains) / len(gains) ** 0.5
             cells = f"{mean(gains):+.2f} ± {error:.2f} | {min(gains):+.2f} | {loss:+.4f}"
             lines.append(f"| {code} | {len(pairs)} | {cells} |")
     return "\n".join(lines)
