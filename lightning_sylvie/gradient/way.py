@@ -25,7 +25,7 @@ class GradientSum:
     """
 
     all_reduce: str = "auto"
-    bucket_bytes: int = 2**19
+    bucket_bytes: int = 2**18
     bits: int = 32
     overlap: bool = True
 

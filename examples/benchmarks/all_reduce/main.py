@@ -144,16 +144,15 @@ def size_of(num_bytes: int) -> str:
 
 
 def bound(rows: list[dict[str, Any]], rate: str) -> str:
-    """What a ring takes over the least that its bytes need on the link."""
+    """What the rings take over the least that their bytes need on the link."""
     lines = []
     for row in rows:
-        if row["algorithm"] == "ring" and row["num_bytes"] >= 16e6:
+        if "ring" in row["algorithm"] and row["num_bytes"] >= 16e6:
             num_ranks = row["num_ranks"]
             least = 2 * (num_ranks - 1) / num_ranks * row["num_bytes"] * 8 / bits_per_second(rate)
-            size, over = size_of(row["num_bytes"]), median(row["seconds"]) / least
-            lines.append(
-                f"ring, {num_ranks} ranks, {size}: {over:.3f} times 2(N-1)/N * bytes / rate"
-            )
+            over = median(row["seconds"]) / least
+            which = f"{row['algorithm']}, {num_ranks} ranks, {size_of(row['num_bytes'])}"
+            lines.append(f"{which}: {over:.3f} times 2(N-1)/N * bytes / rate")
     return "\n".join(lines)
 
 

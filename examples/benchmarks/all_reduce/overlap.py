@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", type=int, default=GradientSum().bucket_bytes)
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--width", type=int, default=256, help="hidden units")
-    parser.add_argument("--nodes", type=int, default=6000)
+    parser.add_argument("--nodes", type=int, default=12000)
     parser.add_argument("--epochs", type=int, default=20, help="of each way")
     parser.add_argument("--results", type=Path, default=HERE / "overlap.json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
