@@ -1,5 +1,5 @@
 # make demo   trains on two processes of this machine      make demo DATASET=Computers   on a real graph
-# make test   runs the whole suite                         make lint / make format       one hook run
+# make test   runs the whole suite, two files at a time    make lint / make format       one hook run
 # make docs   writes the pages of docs/ to build/site
 #
 # Needs Python >= 3.10 and a C++ compiler. Everything goes into .venv; nvcc on PATH adds the CUDA kernels.
@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py $(if $(DATASET),--dataset "$(DATASET)")
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 # The hooks change what they can put right, and then fail: look at the difference, and run them again.
 lint: $(VENV)/.installed

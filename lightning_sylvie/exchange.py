@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_sylvie.constants import Constants
+from lightning_sylvie.functions import Append, Fold, Sum
 from lightning_sylvie.history import Fresh, History
+from lightning_sylvie.lane import Inline
 from lightning_sylvie.observer import Observer
+from lightning_sylvie.overlap import Aggregation, ExchangedAggregation, Pace
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Full, Quantizer
 from lightning_sylvie.route import Route, RowIds
@@ -62,6 +64,8 @@ class Halo:
         self._slot = 0
         self._ids: dict[int, RowIds] = {}
         self._recent: list[tuple[Tensor, int, bool, Tensor]] = []
+        self._read_once: dict[tuple[int, int, bool], bool] = {}
+        self._paces: dict[tuple[int, int, bool], tuple[Pace, Pace]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Halo:
         return self  # copies of a module stay on the ranks and the groups of the original
@@ -148,6 +152,31 @@ class Halo:
             ]
         return tuple(known[id(t)] for t in tensors)
 
+    def aggregate(self, aggregation: Aggregation, tensor: Tensor, *, name: str = "") -> Tensor:
+        """``aggregation.whole`` of `tensor` with its halo rows appended.
+
+        In sync mode a layer computes what needs no halo row while they travel, once a step has
+        shown that no other layer reads the same rows; where it pays (see `Pace`).
+
+        Args:
+            aggregation: Of the part in force.
+            tensor: ``(num_owned, width)``.
+            name: The layer, for messages.
+
+        Returns:
+            ``(num_owned, width)``.
+        """
+        place = id(self.shard), self._slot + 1, self._exact
+        overlaps = self._read_once.get(place, False) and isinstance(self.history.lane, Inline)
+        if overlaps and self._moved(tensor, name) is None:
+            self._check(tensor, self.plan.num_owned, name)
+            out: Tensor = self._aggregate(aggregation, tensor, name, self._paces[place])
+            return out
+        extended = self.append(tensor, name=name)[0]
+        if place[1] == self._slot and place not in self._read_once and self.plan.num_ranks > 1:
+            self._read_once[place], self._paces[place] = True, (Pace(), Pace())
+        return aggregation.whole(extended)
+
     def fold(self, tensor: Tensor) -> Tensor:
         """The owned rows with what other ranks hold for them added: the adjoint of `append`.
 
@@ -158,12 +187,12 @@ class Halo:
             ``(num_owned, ...)``.
         """
         self._check(tensor, self.plan.num_rows, "fold")
-        folded: Tensor = _Fold.apply(self._route(True, ""), tensor)
+        folded: Tensor = Fold.apply(self._route(True, ""), tensor)
         return folded
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over the ranks; its gradient is summed too."""
-        summed: Tensor = _Sum.apply(self._add_up, tensor)
+        summed: Tensor = Sum.apply(self._add_up, tensor)
         return summed
 
     def max(self, tensor: Tensor) -> Tensor:
@@ -175,17 +204,25 @@ class Halo:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _append(self, tensors: list[Tensor], exact: bool, name: str) -> tuple[Tensor, ...]:
-        self._slot += 1
-        if self.checking:
-            layout = [(tuple(t.shape[1:]), str(t.dtype), t.requires_grad) for t in tensors]
-            self._compare(f"exchange {self._slot}: {layout}")
+        self._begin(tensors)
         if self.plan.num_ranks == 1:
             return tuple(tensors)
         fresh = exact or self._exact or not all(t.is_floating_point() for t in tensors)
         history = self._fresh if fresh else self.history
         route = self._route(exact, name)
-        appended: tuple[Tensor, ...] = _Append.apply(route, history, self._forget, *tensors)
+        appended: tuple[Tensor, ...] = Append.apply(route, history, self._forget, *tensors)
         return appended
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _aggregate(
+        self, aggregation: Aggregation, tensor: Tensor, name: str, paces: tuple[Pace, Pace]
+    ) -> Tensor:
+        self._begin([tensor])
+        out: Tensor = ExchangedAggregation.apply(
+            self._route(False, name), aggregation, paces, tensor
+        )
+        self._recent = []
+        return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _constant(self, tensor: Tensor, name: str) -> Tensor:
@@ -214,6 +251,13 @@ class Halo:
             observer=self.observer,
         )
 
+    def _begin(self, tensors: Sequence[Tensor]) -> None:
+        """Takes the next slot, and compares what travels in it over the ranks."""
+        self._slot += 1
+        if self.checking:
+            layout = [(tuple(t.shape[1:]), str(t.dtype), t.requires_grad) for t in tensors]
+            self._compare(f"exchange {self._slot}: {layout}")
+
     def _compare(self, signature: str) -> None:
         """Raises unless all ranks are at the same exchange."""
         self.history.lane.run(partial(check_signature, self.transport, signature))
@@ -238,6 +282,7 @@ class Halo:
                 requires_grad and torch.is_grad_enabled()
             )
             if unchanged and requires_grad == tensor.requires_grad and differentiable:
+                self._read_once[id(self.shard), self._slot, self._exact] = False
                 return extended
         return None
 
@@ -249,51 +294,3 @@ class Halo:
                 f"a tensor of shape {tuple(tensor.shape)}: the model changes the number of rows "
                 "between its layers"
             )
-
-
-class _Append(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, route: Route, history: History, forget: Callable[[], None], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.route, ctx.history, ctx.forget = route, history, forget
-        extended = history.push(route, tensors)
-        wanted = zip(extended, ctx.needs_input_grad[3:], strict=True)
-        ctx.mark_non_differentiable(*(rows for rows, needed in wanted if not needed))
-        return tuple(extended)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.forget()  # rows whose graph is spent must not serve another forward
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        folded = iter(ctx.history.pull(ctx.route, [grads[i] for i in wanted]))
-        return None, None, None, *(next(folded) if i in wanted else None for i in range(len(grads)))
-
-
-class _Fold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, tensor: Tensor) -> Tensor:
-        ctx.route = route
-        return route.pull([tensor])[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, ctx.route.push([grad])[0]
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, add_up: Callable[[Tensor], None], tensor: Tensor) -> Tensor:
-        ctx.add_up = add_up
-        summed = tensor.detach().clone(memory_format=torch.contiguous_format)
-        add_up(summed)
-        return summed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        summed = grad.clone(memory_format=torch.contiguous_format)
-        ctx.add_up(summed)
-        return None, summed

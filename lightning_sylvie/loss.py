@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_sylvie import exchange
+from lightning_sylvie.functions import Exchanged
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.transport import Transport
 
@@ -79,7 +79,7 @@ def _graph(root: Node | None) -> tuple[set[Node], set[Node]]:
 
 def _is_exchange(node: Node) -> bool:
     function = getattr(node, "_forward_cls", None)
-    return function is not None and function.__module__ == exchange.__name__
+    return function is not None and issubclass(function, Exchanged)
 
 
 def _zero(grad_inputs: Any, grad_outputs: Any) -> Any:

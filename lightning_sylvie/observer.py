@@ -88,9 +88,9 @@ class Tallies(Observer):
     @contextmanager
     def timing(self, name: str, direction: int, what: str) -> Iterator[None]:
         seconds = self._tally(name, direction).seconds
-        start = _now()
+        start = now()
         yield
-        seconds[what] = seconds.get(what, 0.0) + _now() - start
+        seconds[what] = seconds.get(what, 0.0) + now() - start
 
     def sent(self, name: str, direction: int, num_bytes: int, error: float, energy: float) -> None:
         tally = self._tally(name, direction)
@@ -103,7 +103,8 @@ class Tallies(Observer):
         return self.by_layer.setdefault((name, DIRECTIONS[direction]), Tally())
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds on a clock, after the kernels that a GPU has been given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

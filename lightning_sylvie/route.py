@@ -131,6 +131,24 @@ class Leg:
     ids: tuple[Tensor, Tensor]
     counts: tuple[Sequence[int], Sequence[int]]
 
+    def begin(self, sources: Sequence[Tensor]) -> Pending:
+        """Starts an exchange that `finish` or `finish_add` ends; `sources` may change meanwhile."""
+        message = self.message(sources, sum(self.counts[0]))
+        self.encode(sources, message)
+        return self.start(message)
+
+    def finish(self, pending: Pending, rows: Sequence[Tensor]) -> None:
+        """Fills `rows` with what the other ranks send."""
+        with self._timing("exchange"):
+            received = pending.wait()
+        self.decode(received, rows)
+
+    def finish_add(self, pending: Pending, index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Adds what the other ranks send to ``rows[index]``."""
+        with self._timing("exchange"):
+            received = pending.wait()
+        self.decode_add(received, index, rows)
+
     def exchange(self, sources: Sequence[Tensor], rows: Sequence[Tensor], lane: Lane) -> None:
         """Fills `rows` with what the other ranks send of their `sources`."""
         self.decode(self._moved(sources, lane), rows)

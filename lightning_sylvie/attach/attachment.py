@@ -19,7 +19,7 @@ from lightning_sylvie.attach.inputs import HaloFeatures, HaloInput, maps_first
 from lightning_sylvie.attach.message_passing import Attached, HaloMessagePassing, forgotten
 from lightning_sylvie.attach.norms import NORMS
 from lightning_sylvie.attach.refusals import refusals
-from lightning_sylvie.attach.sparse import AdjacencyCache
+from lightning_sylvie.attach.sparse import Adjacency, AdjacencyCache
 from lightning_sylvie.attach.special import SPECIAL, OutEdges
 from lightning_sylvie.attach.wide import Wide
 from lightning_sylvie.exchange import Halo
@@ -103,6 +103,10 @@ class Attachment:
             return []
         moved = self.halo.append(*rows, name=self.path(layer))
         return [t if dim == 0 else t.movedim(0, dim) for t, dim in zip(moved, dims, strict=True)]
+
+    def aggregate(self, layer: Attached, adjacency: Adjacency, rows: Tensor) -> Tensor:
+        """The sum over owned nodes' in-edges; `rows` are the owned ones, neighbours' arrive."""
+        return self.halo.aggregate(adjacency, rows, name=self.path(layer))
 
     @contextmanager
     def reversed(self, layer: Attached) -> Iterator[Callable[[str, Any], Any]]:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dis
+import functools
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch_geometric.nn import DirGNNConv, MessagePassing
-from torch_geometric.utils import is_sparse
+from torch_geometric.utils import is_sparse, spmm
 
 if TYPE_CHECKING:
     from lightning_sylvie.attach.attachment import Attachment
@@ -75,8 +78,13 @@ class HaloMessagePassing(Attached, MessagePassing):
     def _collect(self, args: Any, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Any:
         if not self.attachment.halo.active:
             return super()._collect(args, edge_index, size, kwargs)
+        cache = self.attachment.cache
+        cache.reader = None
         if is_sparse(edge_index):
             x, sources = kwargs["x"], {"x": kwargs["x"]}
+            if not self.attachment.wide.active and reads_in_spmm(self.original):
+                cache.reader = partial(self.attachment.aggregate, self)
+                return {name: kwargs.get(name) for name in args}
             is_wide = self.attachment.wide.active
             pairs = self._refreshed(sources, hop=True) if is_wide else self._extended(sources)
             pair = pairs["x"]
@@ -140,6 +148,15 @@ def _ends(value: Any) -> tuple[Any, Any]:
     """
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2
     return (value[0], value[1]) if is_pair else (value, value)
+
+
+@functools.cache
+def reads_in_spmm(kind: type) -> bool:
+    """Whether a layer's fused aggregation is PyG's own, and one `spmm` is all that reads there."""
+    fused = kind.message_and_aggregate  # type: ignore[attr-defined]
+    of_pyg = fused.__module__.startswith("torch_geometric.nn.")
+    calls = [i for i in dis.get_instructions(fused) if i.argval == "spmm"]
+    return of_pyg and fused.__globals__.get("spmm") is spmm and len(calls) == 1
 
 
 def forgotten(layer: Any) -> dict[str, None]:

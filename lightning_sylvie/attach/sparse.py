@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch_geometric.utils import spmm as pyg_spmm
 from lightning_sylvie.plan import HaloPlan
 
 _FUSED = {"sum", "add", "mean"}
+
+Reader = Callable[["Adjacency", Tensor], Tensor]
 
 
 class Adjacency:
@@ -37,34 +41,94 @@ class Adjacency:
         degree = self.matrix.crow_indices().diff().clamp(min=1)
         self.inverse_degree = degree.to(dtype).reciprocal().unsqueeze(1)
 
-    def product(self, x: Tensor, reduce: str) -> Tensor:
-        """Sum or mean over each owned node's in-edges of ``weight * x[source]``."""
-        out: Tensor = _Product.apply(x, self.matrix, self.transposed)
-        return out * self.inverse_degree if reduce == "mean" else out
+    def whole(self, rows: Tensor) -> Tensor:
+        """Sum over each owned node's in-edges of ``weight * rows[source]``."""
+        out: Tensor = _Product.apply(rows, self.matrix, self.transposed)
+        return out
+
+    def interior(self, owned: Tensor) -> Tensor:
+        return _product(self._split.interior, owned)
+
+    def frontier(self, rows: Tensor, out: Tensor) -> None:
+        out[self._split.frontier_nodes] = _product(self._split.frontier, rows)
+
+    def halo_gradient(self, grad: Tensor) -> Tensor:
+        return _product(self._split.to_halo, grad)
+
+    def owned_gradient(self, grad: Tensor) -> Tensor:
+        return _product(self._split.to_owned, grad)
+
+    @functools.cached_property
+    def _split(self) -> _Split:
+        with torch.inference_mode(False), torch.no_grad():
+            return _Split(self.matrix, self.transposed)
+
+
+class _Split:
+    """The rows of an adjacency and of its transpose, those that concern the halo apart.
+
+    Attributes:
+        interior: ``(num_owned, num_owned)``, without the rows of `frontier_nodes`.
+        frontier: ``(len(frontier_nodes), num_rows)``.
+        frontier_nodes: int64: nodes with a halo source.
+        to_owned: ``(num_owned, num_owned)``: the first rows of the transpose.
+        to_halo: ``(num_halo, num_owned)``: the others.
+    """
+
+    def __init__(self, matrix: Tensor, transposed: Tensor) -> None:
+        (num_owned, num_rows), column = matrix.shape, matrix.col_indices()
+        degree = matrix.crow_indices().diff()
+        row = torch.arange(num_owned, device=column.device).repeat_interleave(degree)
+        needs_halo = torch.zeros(num_owned, dtype=torch.bool, device=column.device)
+        needs_halo[row[column >= num_owned]] = True
+        self.frontier_nodes = needs_halo.nonzero().squeeze(1)
+        inside, value = ~needs_halo[row], matrix.values()
+        self.interior = _compressed(
+            degree * ~needs_halo, column[inside], value[inside], (num_owned, num_owned)
+        )
+        size = len(self.frontier_nodes), num_rows
+        self.frontier = _compressed(degree[needs_halo], column[~inside], value[~inside], size)
+        degree, column, value = (
+            transposed.crow_indices().diff(),
+            transposed.col_indices(),
+            transposed.values(),
+        )
+        end = int(transposed.crow_indices()[num_owned])
+        self.to_owned = _compressed(
+            degree[:num_owned], column[:end], value[:end], (num_owned, num_owned)
+        )
+        size = num_rows - num_owned, num_owned
+        self.to_halo = _compressed(degree[num_owned:], column[end:], value[end:], size)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
         ctx.transposed = transposed
-        product: Tensor = torch.sparse.mm(matrix, x)
-        return product
+        return _product(matrix, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return torch.sparse.mm(ctx.transposed, grad.contiguous()), None, None
+        return _product(ctx.transposed, grad.contiguous()), None, None
+
+
+def _product(matrix: Tensor, rows: Tensor) -> Tensor:
+    product: Tensor = torch.sparse.mm(matrix, rows)
+    return product
 
 
 def _csr(row: Tensor, column: Tensor, value: Tensor, size: tuple[int, int]) -> Tensor:
     order = torch.argsort(row, stable=True)
-    ends = torch.bincount(row, minlength=size[0]).cumsum(0)
-    start = torch.cat([ends.new_zeros(1), ends])
+    return _compressed(torch.bincount(row, minlength=size[0]), column[order], value[order], size)
+
+
+def _compressed(degree: Tensor, column: Tensor, value: Tensor, size: tuple[int, int]) -> Tensor:
+    """The CSR matrix with `degree` entries in each row."""
+    start = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(
-            start, column[order], value[order], size=size, check_invariants=False
-        )
+        return torch.sparse_csr_tensor(start, column, value, size=size, check_invariants=False)
 
 
 class AdjacencyCache:
@@ -72,9 +136,14 @@ class AdjacencyCache:
 
     Only edge sets that were `keep`-ed are served: building a matrix for edges that are used once
     would cost more than the layer's own gather and scatter.
+
+    Attributes:
+        reader: Aggregates owned rows and their neighbours', which it gets itself; None: `spmm` is
+            given both.
     """
 
     def __init__(self) -> None:
+        self.reader: Reader | None = None
         self._kept: dict[int, Tensor] = {}
         self._built: dict[tuple[Any, ...], Adjacency] = {}
         self._by_matrix: dict[int, Adjacency] = {}
@@ -118,7 +187,8 @@ class AdjacencyCache:
         if known is None:
             product: Tensor = pyg_spmm(src, other, reduce)
             return product
-        return known.product(other, reduce)
+        out = known.whole(other) if self.reader is None else self.reader(known, other)
+        return out * known.inverse_degree if reduce == "mean" else out
 
     @staticmethod
     def _fits(conv: Any, inputs: dict[str, Any]) -> bool:
