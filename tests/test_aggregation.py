@@ -117,7 +117,9 @@ def exchanges_per_step(kind: str) -> tuple[list[int], bool]:
         "one reader": [pyg_nn.GraphConv(8, 4)],
         "two readers": [pyg_nn.GraphConv(8, 4), pyg_nn.SAGEConv(8, 4)],
         "a reader that is not fused": [pyg_nn.GraphConv(8, 4), pyg_nn.SAGEConv(8, 4, aggr="max")],
-        "several products": [pyg_nn.EGConv(8, 4, num_heads=2, aggregators=["sum", "mean", "symnorm"])],
+        "several products": [
+            pyg_nn.EGConv(8, 4, num_heads=2, aggregators=["sum", "mean", "symnorm"])
+        ],
         "a product of the user's": [OwnProduct(8, 4)],
     }
     torch.manual_seed(0)

@@ -156,3 +156,17 @@ def test_all_reduce_benchmark(tmp_path: Path) -> None:
     rows = json.loads(results.read_text())["rows"]
     assert len(rows) == 2 * 7
     assert all(row["seconds"] and row["predicted"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+def test_epoch_time_benchmark(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = run(
+        tmp_path, "benchmarks/epoch_time/main.py", "--dataset", "", "--width", "16", "--epochs", "3",
+        "--rounds", "1", "--num-hosts", "2", "--rates", "1gbit", "--results", str(results),
+    )  # fmt: skip
+    assert "| async, 1 bit, communication skipped |" in done.stdout
+    (row,) = json.loads(results.read_text())
+    modes = row["modes"]
+    assert all(len(found["seconds"]) == 3 for found in modes.values())
+    assert 0 < 5 * modes["sync, 1 bit"]["bytes"] < modes["sync, 32 bits"]["bytes"]
