@@ -111,7 +111,7 @@ class OwnProduct(pyg_nn.SAGEConv):  # type: ignore[misc]
 
 
 def exchanges_per_step(kind: str) -> tuple[list[int], bool]:
-    """Exchanges of each of four steps, forward and backward, and whether all had the same output."""
+    """Exchanges of each step after the first, and whether all steps had the same output."""
     halo, shard = ranks_halo()
     layers: dict[str, list[Any]] = {
         "one reader": [pyg_nn.GraphConv(8, 4)],
