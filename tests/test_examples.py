@@ -163,7 +163,8 @@ def test_epoch_time_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     done = run(
         tmp_path, "benchmarks/epoch_time/main.py", "--dataset", "", "--width", "16",
-        "--epochs", "3", "--rounds", "1", "--num-hosts", "2", "--rates", "1gbit", "--results", str(results),
+        "--epochs", "3", "--rounds", "1", "--num-hosts", "2", "--rates", "1gbit",
+        "--results", str(results),
     )  # fmt: skip
     assert "| async, 1 bit, communication skipped |" in done.stdout
     (row,) = json.loads(results.read_text())

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/epoch_time/main.py             # Linux, as root: one namespace a rank
 
-The ranks train the same model in every mode, one after the other, a few rounds of all. Beside them
-stands the same trainer with communication skipped: what an epoch takes if the network costs nothing.
+The ranks train the same model in all modes in turn, a few rounds. Beside them stands the same
+trainer with communication skipped: what an epoch takes if the network costs nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Nothing(Pending):
 
 
 class Clock(L.Callback):
-    """The start of every epoch, and bytes sent by then; without communication if that is skipped."""
+    """The start of every epoch, and bytes sent by then; may skip communication."""
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
