@@ -132,6 +132,7 @@ class Run:
             "cut": self._shard.fingerprint,
             "rng": rng_state(self._module.device),
             "history": halo.history.state(),
+            "gradients": self._reducer.state() if self._reducer is not None else [],
         }
 
     def forget(self) -> None:
@@ -143,6 +144,8 @@ class Run:
         halo = self.attachment.halo
         halo.seed = progress["seed"]
         halo.history.restore(progress.get("history", {}))
+        if self._reducer is not None:
+            self._reducer.restore(progress.get("gradients", []))
         self._resumed = progress if "rng" in progress else None
 
     def _begin(self, shard: Shard) -> History:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -64,6 +64,17 @@ class Compressed:
         self._spread(self._collect())
         values.copy_(flat[: self._size])
         self._key += 1
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs on this rank: how many calls there were, and what they lost."""
+        lost = [part.to("cpu", copy=True) for part in (self._lost_parts, self._lost_total)]
+        return {"calls": self._key, "lost": lost}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave on this rank for a buffer of this size."""
+        self._key = state["calls"]
+        for mine, lost in zip((self._lost_parts, self._lost_total), state["lost"], strict=True):
+            mine.copy_(lost)
 
     @property
     def num_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -105,6 +106,18 @@ class GradientReducer:
         if self._transport.num_ranks == 1 and scale == 1.0:
             return
         self._finish(self._buckets, scale)
+
+    def state(self) -> list[dict[str, Any]]:
+        """What coded sums have lost on this rank so far, a state for each of their buckets."""
+        return [compressed.state() for compressed in self._compressed.values()]
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Goes on from what `state` gave on this rank, if the buckets are the same."""
+        mine = list(self._compressed.values())
+        shapes = [[tuple(t.shape) for t in each["lost"]] for each in state]
+        if shapes == [[tuple(t.shape) for t in each.state()["lost"]] for each in mine]:
+            for compressed, each in zip(mine, state, strict=True):
+                compressed.restore(each)
 
     def close(self) -> None:
         """Leaves the parameters as they were found, and ends the thread."""
