@@ -1,0 +1,161 @@
+"""What all ranks' exchanges of one epoch cost and lost, from what each rank has heard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_sylvie.observer import WORK, Record, Tallies
+from lightning_sylvie.plan import HaloPlan
+from lightning_sylvie.stopwatch import Span, covered
+from lightning_sylvie.transport import Transport
+
+SPLIT = ("compute", "quantize", "move", "wait", "dequantize", "all_reduce")
+"""What the seconds of a step are split into."""
+
+_COUNTS = ("num_bytes", "side_bytes", "age", "error", "energy")
+_SPANS = (*WORK, "stall")
+_HEAD = ("step", "all_reduce", "halo", "nodes")
+
+
+@final
+@dataclass(frozen=True)
+class Traffic:
+    """One training step on all ranks.
+
+    Attributes:
+        places: Layer's name and direction of each exchange, in the order of the step.
+        head: float64 ``(num_ranks, 4)``: seconds of the step, seconds in which it waited for sums
+            over the ranks, halo rows, owned nodes.
+        counts: float64 ``(num_ranks, num_exchanges, 5)``: bytes, bytes of side information, age,
+            squared error and squared norm of the sampled rows.
+        spans: float64 ``(num_ranks, num_exchanges, 4, 2)``: beginning and end of `WORK` and of the
+            stall, as `time.time` counts.
+    """
+
+    places: tuple[tuple[str, str], ...]
+    head: Tensor
+    counts: Tensor
+    spans: Tensor
+
+    @classmethod
+    def gather(cls, tallies: Tallies, plan: HaloPlan, transport: Transport) -> Traffic:
+        """What all ranks have heard in one step, by one all-reduce that each takes part in.
+
+        Args:
+            tallies: Of this rank; its timer has measured ``"step"``.
+            plan: Of this rank.
+            transport: Nobody else may use it meanwhile.
+        """
+        seconds = tallies.timer.seconds
+        mine = [seconds("step"), seconds("all_reduce"), plan.num_halo, plan.num_owned]
+        for record in tallies.records:
+            mine += _row(record)
+        table = torch.zeros(transport.num_ranks, len(mine), dtype=torch.float64)
+        table[transport.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = table.to(transport.device)
+        transport.all_reduce(table)
+        head, rows = table.cpu().split([len(_HEAD), len(mine) - len(_HEAD)], 1)
+        widths = [len(_COUNTS), 2 * len(_SPANS)]
+        rows = rows.reshape(len(table), len(tallies.records), sum(widths))
+        counts, spans = rows.split(widths, 2)
+        places = tuple((_layer(record.name), record.direction) for record in tallies.records)
+        return cls(places, head, counts, spans.reshape(*spans.shape[:2], len(_SPANS), 2))
+
+    @property
+    def num_bytes(self) -> int:
+        """What all ranks together sent."""
+        return int(self.counts[..., 0].sum())
+
+    @property
+    def halo_ratio(self) -> float:
+        """Halo rows of all parts / nodes."""
+        return float(self.head[:, 2].sum() / self.head[:, 3].sum())
+
+    @property
+    def hidden(self) -> float:
+        """Share of the time of exchanges, coding included, in which no step waited for them."""
+        work = sum(covered(_spans(self.spans[rank, :, :-1])) for rank in range(len(self.head)))
+        stalls = float(_lengths(self.spans[..., -1, :]).sum())
+        return max(0.0, 1.0 - stalls / work) if work else 0.0
+
+    @property
+    def waits(self) -> Tensor:
+        """Seconds of each exchange before the slowest rank began it, ``(num_ranks, num_exchanges)``.
+
+        The rest of an exchange moves bytes. Beginnings are compared by the clocks of the ranks'
+        machines, and a wait is cut to its exchange.
+        """
+        exchange = self.spans[..., WORK.index("exchange"), :]
+        waits = exchange[..., 0].amax(0) - exchange[..., 0]
+        return torch.minimum(waits, _lengths(exchange)).clamp(min=0.0)
+
+    def split(self) -> dict[str, float]:
+        """Seconds of the rank that computes longest, which add up to its step; by `SPLIT`.
+
+        Of an exchange whose rows are used one epoch later only the stall counts, as moving. What
+        is nothing else is computing.
+        """
+        stale = self.counts[..., 2] > 0
+        quantize, exchange, dequantize, stall = _lengths(self.spans).unbind(-1)
+        found = {
+            "quantize": quantize.masked_fill(stale, 0.0).sum(1),
+            "move": torch.where(stale, stall, exchange - self.waits).sum(1),
+            "wait": self.waits.masked_fill(stale, 0.0).sum(1),
+            "dequantize": dequantize.masked_fill(stale, 0.0).sum(1),
+            "all_reduce": self.head[:, 1],
+        }
+        found["compute"] = self.head[:, 0] - torch.stack(list(found.values())).sum(0)
+        longest = int(found["compute"].argmax())
+        return {what: float(found[what][longest]) for what in SPLIT}
+
+    def metrics(self) -> dict[str, float]:
+        """All numbers under the names of `HaloTraffic`."""
+        found = {"halo/bytes": float(self.num_bytes), "halo/ratio": self.halo_ratio}
+        found["halo/hidden"] = self.hidden
+        found |= {f"time/{what}": seconds for what, seconds in self.split().items()}
+        lengths, waits = _lengths(self.spans), self.waits
+        for place in dict.fromkeys(self.places):
+            here = [i for i, other in enumerate(self.places) if other == place]
+            counts = self.counts[:, here].sum(1)
+            quantize, exchange, dequantize, stall = lengths[:, here].sum(1).unbind(-1)
+            wait = waits[:, here].sum(1)
+            error, energy = counts[:, 3:].sum(0).tolist()
+            largest = {
+                "bytes": counts[:, 0],
+                "side_bytes": counts[:, 1],
+                "quantize_s": quantize,
+                "move_s": exchange - wait,
+                "wait_s": wait,
+                "dequantize_s": dequantize,
+                "stall_s": stall,
+                "age": self.counts[:, here, 2].mean(1),
+            }
+            name = "halo/" + "/".join(place)
+            found |= {f"{name}/{what}": float(values.max()) for what, values in largest.items()}
+            found[f"{name}/nmse"] = error / energy if energy else 0.0
+        return found
+
+
+def _row(record: Record) -> list[float]:
+    """The numbers of one exchange: counts, then spans."""
+    row = [record.num_bytes, record.side_bytes, record.age, *record.losses]
+    for what in _SPANS:
+        row += record.span(what)
+    return row
+
+
+def _layer(name: str) -> str:
+    """The layer's name in its model, of one that may end with its class: "convs.0 (SAGEConv)"."""
+    return name.partition(" (")[0].replace(" ", "_")
+
+
+def _lengths(spans: Tensor) -> Tensor:
+    return spans[..., 1] - spans[..., 0]
+
+
+def _spans(spans: Tensor) -> list[Span]:
+    return [(begin, end) for begin, end in spans.reshape(-1, 2).tolist()]
