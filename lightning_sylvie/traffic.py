@@ -76,16 +76,20 @@ class Traffic:
         return float(self.head[:, 2].sum() / self.head[:, 3].sum())
 
     @property
-    def hidden(self) -> float:
-        """Share of the time of exchanges, coding included, in which no step waited for them."""
+    def hidden(self) -> float | None:
+        """Share of the time of exchanges, coding included, in which no step waited for them.
+
+        None if nothing was exchanged, as before a synchronous epoch of the pipelined mode.
+        """
         work = sum(covered(_spans(self.spans[rank, :, :-1])) for rank in range(len(self.head)))
         stalls = float(_lengths(self.spans[..., -1, :]).sum())
-        return max(0.0, 1.0 - stalls / work) if work else 0.0
+        return max(0.0, 1.0 - stalls / work) if work else None
 
     @property
     def waits(self) -> Tensor:
-        """Seconds of each exchange before the slowest rank began it, ``(num_ranks, num_exchanges)``.
+        """Seconds of each exchange before the slowest rank began it.
 
+        ``(num_ranks, num_exchanges)``.
         The rest of an exchange moves bytes. Beginnings are compared by the clocks of the ranks'
         machines, and a wait is cut to its exchange.
         """
@@ -115,7 +119,8 @@ class Traffic:
     def metrics(self) -> dict[str, float]:
         """All numbers under the names of `HaloTraffic`."""
         found = {"halo/bytes": float(self.num_bytes), "halo/ratio": self.halo_ratio}
-        found["halo/hidden"] = self.hidden
+        if (hidden := self.hidden) is not None:
+            found["halo/hidden"] = hidden
         found |= {f"time/{what}": seconds for what, seconds in self.split().items()}
         lengths, waits = _lengths(self.spans), self.waits
         for place in dict.fromkeys(self.places):

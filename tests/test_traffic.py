@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import time
 from collections.abc import Callable
@@ -166,6 +165,7 @@ def test_an_epoch_before_a_synchronous_one_sends_nothing() -> None:
     full = rows()[0] * (5 + 6)
     assert values(scalars, PLACES[0], "age") == [0, 1, 0, 1, 0]
     assert values(scalars, PLACES[0], "bytes") == [full, 0, full, 0, full]
+    assert scalars["halo/hidden"][0] == [0, 2, 4]
     assert "halo" not in bar
 
 
@@ -210,7 +210,8 @@ def test_on_one_device_there_is_no_traffic() -> None:
     scalars, bar = on_one(alone, 1)[0]
     assert scalars["halo/bytes"][1] == scalars["halo/ratio"][1] == [0] * EPOCHS
     assert all(seconds > 0 for seconds in scalars["time/compute"][1])
-    assert bar["halo"] == "0 B/epoch 0% hidden"
+    assert "halo/hidden" not in scalars
+    assert "halo" not in bar
 
 
 def two_ranks() -> Traffic:

@@ -35,9 +35,9 @@ class HaloTraffic(Callback):
     rows, relative to their squared norm.
 
     ``halo/bytes``: of all ranks together; ``halo/ratio``: halo rows / nodes; ``halo/hidden``: share
-    of the exchanges' time in which no step waited for them. ``time/...``: ``compute``,
-    ``quantize``, ``move``, ``wait``, ``dequantize`` and ``all_reduce``, seconds of the rank that
-    computes longest, which add up to its step.
+    of the exchanges' time in which no step waited for them, if there were any. ``time/...``:
+    seconds of ``compute``, ``quantize``, ``move``, ``wait``, ``dequantize`` and ``all_reduce`` on
+    the rank that computes longest, which add up to its step.
 
     In ``mode="async"`` an epoch's exchanges go on in the next one: its values are logged one epoch
     later, under its own step.
@@ -103,8 +103,8 @@ class HaloTraffic(Callback):
         metrics = {**traffic.metrics(), "epoch": measured.epoch}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=measured.step)
-        if self.progress_bar:
-            line = f"{human(traffic.num_bytes)}/epoch {traffic.hidden:.0%} hidden"
+        if self.progress_bar and (hidden := traffic.hidden) is not None:
+            line = f"{human(traffic.num_bytes)}/epoch {hidden:.0%} hidden"
             trainer.progress_bar_metrics["halo"] = line  # type: ignore[assignment]
 
 
