@@ -47,7 +47,7 @@ def main() -> None:
         max_epochs=options.epochs,
         check_val_every_n_epoch=10,
         log_every_n_steps=10,
-        callbacks=[HaloTraffic(), BoundedStaleness(eps_s=10), EpochBar("1 bit, async")],
+        callbacks=[HaloTraffic(1), BoundedStaleness(eps_s=10), EpochBar("1 bit, async")],
         logger=loggers,
         enable_checkpointing=False,
         enable_model_summary=False,

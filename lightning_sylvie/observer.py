@@ -20,20 +20,21 @@ class Trace:
 
     Attributes:
         sample: Rows of the message that are decoded where they were coded, to see what they lost.
-        timer: Measures `WORK`, and ``"stall"``: how long the step waits for halo rows.
+        timer: Measures `WORK`; ``"stall"``: how long the step waits for halo rows; and
+            ``"sample"``: how long it takes to see what rows lost.
     """
 
     sample = 0
     timer = Timer()
 
-    def sent(self, num_bytes: int, side_bytes: int, error: Tensor, energy: Tensor) -> None:
+    def sent(self, num_bytes: int, side_bytes: int, losses: Tensor) -> None:
         """Hears of the message to all peers together, when it is coded.
 
         Args:
             num_bytes: Of the message.
             side_bytes: Of them, those of scales and the like.
-            error: Squared error of the sampled rows, as their readers decode them; one number.
-            energy: Their squared norm.
+            losses: Squared error of the sampled rows, as their readers decode them, and their
+                squared norm.
         """
 
     def used(self, age: int) -> None:
@@ -75,11 +76,10 @@ class Record(Trace):
         self.name, self.direction, self.sample = name, DIRECTIONS[direction], sample
         self.timer: Stopwatch = timer
         self.num_bytes = self.side_bytes = self.age = 0
-        self._losses: tuple[Tensor, Tensor] | None = None
+        self._losses: Tensor | None = None
 
-    def sent(self, num_bytes: int, side_bytes: int, error: Tensor, energy: Tensor) -> None:
-        self.num_bytes, self.side_bytes = num_bytes, side_bytes
-        self._losses = error, energy
+    def sent(self, num_bytes: int, side_bytes: int, losses: Tensor) -> None:
+        self.num_bytes, self.side_bytes, self._losses = num_bytes, side_bytes, losses
 
     def used(self, age: int) -> None:
         self.age = age
@@ -87,7 +87,8 @@ class Record(Trace):
     @property
     def losses(self) -> tuple[float, float]:
         """Squared error of the sampled rows, and their squared norm."""
-        return (0.0, 0.0) if self._losses is None else tuple(map(float, self._losses))  # type: ignore[return-value]
+        error, energy = (0.0, 0.0) if self._losses is None else self._losses.tolist()
+        return error, energy
 
     def span(self, what: str) -> Span:
         """When a part of it ran; zeros if it did not, or is not over."""

@@ -191,7 +191,9 @@ class Leg:
             ) from None
         if self.trace.sample:
             side_bytes = sum(self.code.side_bytes(rows) for rows in sources) * len(message)
-            self.trace.sent(message.numel(), side_bytes, *self._losses(sources, message))
+            with self.trace.timer.timing("sample"):
+                losses = self._losses(sources, message)
+            self.trace.sent(message.numel(), side_bytes, losses)
 
     def start(self, message: Tensor, received: Tensor | None = None) -> Pending:
         """Starts to move a message, into `received` if that is given."""
@@ -216,21 +218,19 @@ class Leg:
         self.encode(sources, message)
         return lane.run(lambda: self.start(message).wait(), message)
 
-    def _losses(self, sources: Sequence[Tensor], message: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared error and norm of some of the floating-point rows in `message`."""
-        num_rows = message.shape[0]
-        step = max(1, num_rows // self.trace.sample)
-        picked = torch.arange(0, num_rows, step, device=message.device)
-        error = energy = torch.zeros((), dtype=torch.float64, device=message.device)
+    def _losses(self, sources: Sequence[Tensor], message: Tensor) -> Tensor:
+        """Squared error and squared norm of some of the floating-point rows in `message`."""
+        some = slice(None, None, max(1, len(message) // self.trace.sample))
+        coded, ids = message[some].contiguous(), self.ids[0][some].contiguous()
+        losses = torch.zeros(2, dtype=torch.float64, device=message.device)
         for i, offset in enumerate(self._offsets(sources)[:-1]):
             if sources[i].is_floating_point():
-                given = sources[i][picked if self.index is None else self.index[picked]]
-                decoded, noise = torch.empty_like(given), self._noise(i, 0)
-                noise = Noise(noise.key, noise.id[picked])
-                self.code.dequantize(message[picked], offset, noise, decoded)
-                error = error + (decoded - given).double().square().sum()
-                energy = energy + given.double().square().sum()
-        return error, energy
+                given = sources[i][some if self.index is None else self.index[some]]
+                decoded = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+                self.code.dequantize(coded, offset, Noise(self._noise(i, 0).key, ids), decoded)
+                pair = torch.stack([decoded.sub_(given), given]).flatten(1)
+                losses += torch.linalg.vector_norm(pair, dim=1, dtype=torch.float64).square_()
+        return losses
 
     def _offsets(self, rows: Sequence[Tensor]) -> list[int]:
         """Where each tensor's bytes start in a record, and where they end."""

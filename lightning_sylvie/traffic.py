@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -18,7 +19,10 @@ SPLIT = ("compute", "quantize", "move", "wait", "dequantize", "all_reduce")
 
 _COUNTS = ("num_bytes", "side_bytes", "age", "error", "energy")
 _SPANS = (*WORK, "stall")
-_HEAD = ("step", "all_reduce", "halo", "nodes")
+_BY_PLACE = (
+    "bytes", "side_bytes", "quantize_s", "move_s", "wait_s", "dequantize_s", "stall_s",
+)  # fmt: skip
+_HEAD = ("step", "all_reduce", "halo", "nodes", "cost")
 
 
 @final
@@ -28,8 +32,8 @@ class Traffic:
 
     Attributes:
         places: Layer's name and direction of each exchange, in the order of the step.
-        head: float64 ``(num_ranks, 4)``: seconds of the step, seconds in which it waited for sums
-            over the ranks, halo rows, owned nodes.
+        head: float64 ``(num_ranks, 5)``: seconds of the step, seconds in which it waited for sums
+            over the ranks, halo rows, owned nodes, seconds that it costs to know all this.
         counts: float64 ``(num_ranks, num_exchanges, 5)``: bytes, bytes of side information, age,
             squared error and squared norm of the sampled rows.
         spans: float64 ``(num_ranks, num_exchanges, 4, 2)``: beginning and end of `WORK` and of the
@@ -42,16 +46,19 @@ class Traffic:
     spans: Tensor
 
     @classmethod
-    def gather(cls, tallies: Tallies, plan: HaloPlan, transport: Transport) -> Traffic:
+    def gather(
+        cls, tallies: Tallies, plan: HaloPlan, transport: Transport, cost: float = 0.0
+    ) -> Traffic:
         """What all ranks have heard in one step, by one all-reduce that each takes part in.
 
         Args:
             tallies: Of this rank; its timer has measured ``"step"``.
             plan: Of this rank.
             transport: Nobody else may use it meanwhile.
+            cost: Seconds that it took this rank to know and tell all this before.
         """
         seconds = tallies.timer.seconds
-        mine = [seconds("step"), seconds("all_reduce"), plan.num_halo, plan.num_owned]
+        mine = [seconds("step"), seconds("all_reduce"), plan.num_halo, plan.num_owned, cost]
         for record in tallies.records:
             mine += _row(record)
         table = torch.zeros(transport.num_ranks, len(mine), dtype=torch.float64)
@@ -85,11 +92,14 @@ class Traffic:
         stalls = float(_lengths(self.spans[..., -1, :]).sum())
         return max(0.0, 1.0 - stalls / work) if work else None
 
+    def interval(self, share: float) -> int:
+        """Steps of which one may be measured, so that it costs at most `share` of their time."""
+        return max(1, math.ceil(float(self.head[:, 4].max() / (share * self.head[:, 0].max()))))
+
     @property
     def waits(self) -> Tensor:
-        """Seconds of each exchange before the slowest rank began it.
+        """``(num_ranks, num_exchanges)``: seconds of each before the slowest rank began it.
 
-        ``(num_ranks, num_exchanges)``.
         The rest of an exchange moves bytes. Beginnings are compared by the clocks of the ranks'
         machines, and a wait is cut to its exchange.
         """
@@ -122,27 +132,30 @@ class Traffic:
         if (hidden := self.hidden) is not None:
             found["halo/hidden"] = hidden
         found |= {f"time/{what}": seconds for what, seconds in self.split().items()}
-        lengths, waits = _lengths(self.spans), self.waits
-        for place in dict.fromkeys(self.places):
-            here = [i for i, other in enumerate(self.places) if other == place]
-            counts = self.counts[:, here].sum(1)
-            quantize, exchange, dequantize, stall = lengths[:, here].sum(1).unbind(-1)
-            wait = waits[:, here].sum(1)
-            error, energy = counts[:, 3:].sum(0).tolist()
-            largest = {
-                "bytes": counts[:, 0],
-                "side_bytes": counts[:, 1],
-                "quantize_s": quantize,
-                "move_s": exchange - wait,
-                "wait_s": wait,
-                "dequantize_s": dequantize,
-                "stall_s": stall,
-                "age": self.counts[:, here, 2].mean(1),
-            }
-            name = "halo/" + "/".join(place)
-            found |= {f"{name}/{what}": float(values.max()) for what, values in largest.items()}
-            found[f"{name}/nmse"] = error / energy if energy else 0.0
+        places = list(dict.fromkeys(self.places))
+        for place, values in zip(places, self._by_place(places), strict=True):
+            found |= {f"halo/{'/'.join(place)}/{what}": value for what, value in values.items()}
         return found
+
+    def _by_place(self, places: list[tuple[str, str]]) -> list[dict[str, float]]:
+        """The sums of each place's exchanges, maxima over the ranks; their mean age and error."""
+        quantize, exchange, dequantize, stall = _lengths(self.spans).unbind(-1)
+        waits = self.waits
+        seconds = torch.stack([quantize, exchange - waits, waits, dequantize, stall], -1)
+        values = torch.cat([self.counts, seconds], -1)
+        index = torch.tensor([places.index(place) for place in self.places], dtype=torch.int64)
+        sums = values.new_zeros(len(values), len(places), values.shape[-1])
+        sums.index_add_(1, index, values)
+        found, totals = sums.amax(0).tolist(), sums[..., 3:5].sum(0).tolist()
+        uses = torch.bincount(index, minlength=len(places)).tolist()
+        return [
+            {
+                **dict(zip(_BY_PLACE, [*row[:2], *row[5:]], strict=True)),
+                "age": row[2] / count,
+                "nmse": error / energy if energy else 0.0,
+            }
+            for row, count, (error, energy) in zip(found, uses, totals, strict=True)
+        ]
 
 
 def _row(record: Record) -> list[float]:

@@ -27,9 +27,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
         record.ParseFromString(text)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
-            rows.append(
-                {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
-            )
+            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
     return rows
 
 

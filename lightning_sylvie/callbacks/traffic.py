@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -12,6 +13,9 @@ from lightning_sylvie.describe import human
 from lightning_sylvie.observer import Observer, Tallies
 from lightning_sylvie.strategy import SylvieStrategy
 from lightning_sylvie.traffic import Traffic
+
+_SHARE = 0.01
+"""Of the time of training: what measuring and logging may take."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +48,28 @@ class HaloTraffic(Callback):
 
     Args:
         every_n_epochs: Measure and log one epoch in so many, the last of them; the others cost
-            nothing.
+            nothing. ``"auto"``: the first three, then so seldom that it takes less than 1 % of
+            the steps' time.
         progress_bar: Show bytes and hidden share in the progress bar.
 
     Raises:
         ValueError: For a value outside of the above, or for another strategy.
     """
 
-    def __init__(self, every_n_epochs: int = 1, progress_bar: bool = True) -> None:
-        if type(every_n_epochs) is not int or every_n_epochs < 1:
+    def __init__(
+        self, every_n_epochs: int | Literal["auto"] = "auto", progress_bar: bool = True
+    ) -> None:
+        if every_n_epochs != "auto" and (type(every_n_epochs) is not int or every_n_epochs < 1):
             raise ValueError(
-                f"expected every_n_epochs as a positive integer, got {every_n_epochs!r}"
+                f'expected every_n_epochs as a positive integer or "auto", got {every_n_epochs!r}'
             )
         self.every_n_epochs, self.progress_bar = every_n_epochs, progress_bar
-        self._measured: list[_Measured] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._measured: list[_Measured] = []  # and not told yet
+        self._costs: list[float] = []
+        self._last, self._interval = -1, 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, SylvieStrategy):
@@ -66,13 +78,13 @@ class HaloTraffic(Callback):
                 f"{type(trainer.strategy).__name__}, which exchanges no halo rows: remove the "
                 "callback or set the strategy"
             )
-        self._measured = []
+        self._begin()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        epoch = trainer.current_epoch
-        if (epoch + 1) % self.every_n_epochs == 0:
+        if self._is_due(epoch := trainer.current_epoch):
+            self._last = epoch
             step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning counts them
             tallies = Tallies(device=pl_module.device)
             _strategy(trainer).run.observe(tallies)
@@ -93,13 +105,26 @@ class HaloTraffic(Callback):
         while self._measured:
             self._tell(trainer, self._measured.pop(0))
 
+    def _is_due(self, epoch: int) -> bool:
+        """Whether to measure an epoch; the same on all ranks."""
+        if self.every_n_epochs == "auto":
+            return epoch >= self._last + self._interval
+        return (epoch + 1) % self.every_n_epochs == 0
+
     def _tell(self, trainer: Trainer, measured: _Measured) -> None:
         """Agrees with the other ranks and logs; every rank calls it."""
-        strategy = _strategy(trainer)
-        plan = strategy.run.shard.plan
-        traffic = Traffic.gather(measured.tallies, plan, strategy.gradient_transport)
-        if not trainer.is_global_zero:
-            return
+        start, strategy, tallies = time.perf_counter(), _strategy(trainer), measured.tallies
+        # The first time loggers open their files, which is no measure of what follows.
+        cost = min(self._costs) if len(self._costs) > 1 else 0.0
+        plan, transport = strategy.run.shard.plan, strategy.gradient_transport
+        traffic = Traffic.gather(tallies, plan, transport, cost)
+        self._interval = traffic.interval(_SHARE)
+        if trainer.is_global_zero:
+            self._log(trainer, measured, traffic)
+        sampling = sum(record.timer.seconds("sample") for record in tallies.records)
+        self._costs.append(time.perf_counter() - start + sampling)
+
+    def _log(self, trainer: Trainer, measured: _Measured, traffic: Traffic) -> None:
         metrics = {**traffic.metrics(), "epoch": measured.epoch}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=measured.step)
