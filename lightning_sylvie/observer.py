@@ -90,6 +90,12 @@ class Record(Trace):
         error, energy = (0.0, 0.0) if self._losses is None else self._losses.tolist()
         return error, energy
 
+    @property
+    def stall(self) -> float:
+        """Seconds in which the step waited for it; where it measured itself is not counted."""
+        measuring = 0.0 if self.age else self.timer.seconds("sample")  # old rows wait for no sample
+        return max(0.0, self.timer.seconds("stall") - measuring)
+
     def span(self, what: str) -> Span:
         """When a part of it ran; zeros if it did not, or is not over."""
         return next(iter(self.timer.spans(what)), (0.0, 0.0))

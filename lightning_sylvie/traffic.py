@@ -17,10 +17,9 @@ from lightning_sylvie.transport import Transport
 SPLIT = ("compute", "quantize", "move", "wait", "dequantize", "all_reduce")
 """What the seconds of a step are split into."""
 
-_COUNTS = ("num_bytes", "side_bytes", "age", "error", "energy")
-_SPANS = (*WORK, "stall")
+_NUMBERS = ("num_bytes", "side_bytes", "age", "error", "energy", "stall")
 _BY_PLACE = (
-    "bytes", "side_bytes", "quantize_s", "move_s", "wait_s", "dequantize_s", "stall_s",
+    "bytes", "side_bytes", "stall_s", "quantize_s", "move_s", "wait_s", "dequantize_s",
 )  # fmt: skip
 _HEAD = ("step", "all_reduce", "halo", "nodes", "cost")
 
@@ -34,15 +33,15 @@ class Traffic:
         places: Layer's name and direction of each exchange, in the order of the step.
         head: float64 ``(num_ranks, 5)``: seconds of the step, seconds in which it waited for sums
             over the ranks, halo rows, owned nodes, seconds that it costs to know all this.
-        counts: float64 ``(num_ranks, num_exchanges, 5)``: bytes, bytes of side information, age,
-            squared error and squared norm of the sampled rows.
-        spans: float64 ``(num_ranks, num_exchanges, 4, 2)``: beginning and end of `WORK` and of the
-            stall, as `time.time` counts.
+        numbers: float64 ``(num_ranks, num_exchanges, 6)``: bytes, bytes of side information, age,
+            squared error and squared norm of the sampled rows, seconds that the step stalled.
+        spans: float64 ``(num_ranks, num_exchanges, 3, 2)``: beginning and end of `WORK`, as
+            `time.time` counts.
     """
 
     places: tuple[tuple[str, str], ...]
     head: Tensor
-    counts: Tensor
+    numbers: Tensor
     spans: Tensor
 
     @classmethod
@@ -66,16 +65,16 @@ class Traffic:
         table = table.to(transport.device)
         transport.all_reduce(table)
         head, rows = table.cpu().split([len(_HEAD), len(mine) - len(_HEAD)], 1)
-        widths = [len(_COUNTS), 2 * len(_SPANS)]
+        widths = [len(_NUMBERS), 2 * len(WORK)]
         rows = rows.reshape(len(table), len(tallies.records), sum(widths))
-        counts, spans = rows.split(widths, 2)
+        numbers, spans = rows.split(widths, 2)
         places = tuple((_layer(record.name), record.direction) for record in tallies.records)
-        return cls(places, head, counts, spans.reshape(*spans.shape[:2], len(_SPANS), 2))
+        return cls(places, head, numbers, spans.reshape(*spans.shape[:2], len(WORK), 2))
 
     @property
     def num_bytes(self) -> int:
         """What all ranks together sent."""
-        return int(self.counts[..., 0].sum())
+        return int(self.numbers[..., 0].sum())
 
     @property
     def halo_ratio(self) -> float:
@@ -88,8 +87,8 @@ class Traffic:
 
         None if nothing was exchanged, as before a synchronous epoch of the pipelined mode.
         """
-        work = sum(covered(_spans(self.spans[rank, :, :-1])) for rank in range(len(self.head)))
-        stalls = float(_lengths(self.spans[..., -1, :]).sum())
+        work = sum(covered(_spans(self.spans[rank])) for rank in range(len(self.head)))
+        stalls = float(self.numbers[..., 5].sum())
         return max(0.0, 1.0 - stalls / work) if work else None
 
     def interval(self, share: float) -> int:
@@ -110,15 +109,19 @@ class Traffic:
     def split(self) -> dict[str, float]:
         """Seconds of the rank that computes longest, which add up to its step; by `SPLIT`.
 
-        Of an exchange whose rows are used one epoch later only the stall counts, as moving. What
-        is nothing else is computing.
+        An exchange counts as far as the step stalls for it; what it hides behind the computation
+        is its beginning. A stall for rows of the last epoch is one of moving them. What is nothing
+        else is computing.
         """
-        stale = self.counts[..., 2] > 0
-        quantize, exchange, dequantize, stall = _lengths(self.spans).unbind(-1)
+        quantize, exchange, dequantize = _lengths(self.spans).unbind(-1)
+        age, stall = self.numbers[..., 2], self.numbers[..., 5]
+        shown = torch.minimum(exchange, stall - quantize - dequantize).clamp(min=0.0)
+        wait = (self.waits - (exchange - shown)).clamp(min=0.0)
+        stale = age > 0
         found = {
             "quantize": quantize.masked_fill(stale, 0.0).sum(1),
-            "move": torch.where(stale, stall, exchange - self.waits).sum(1),
-            "wait": self.waits.masked_fill(stale, 0.0).sum(1),
+            "move": torch.where(stale, stall, shown - wait).sum(1),
+            "wait": wait.masked_fill(stale, 0.0).sum(1),
             "dequantize": dequantize.masked_fill(stale, 0.0).sum(1),
             "all_reduce": self.head[:, 1],
         }
@@ -139,10 +142,10 @@ class Traffic:
 
     def _by_place(self, places: list[tuple[str, str]]) -> list[dict[str, float]]:
         """The sums of each place's exchanges, maxima over the ranks; their mean age and error."""
-        quantize, exchange, dequantize, stall = _lengths(self.spans).unbind(-1)
+        quantize, exchange, dequantize = _lengths(self.spans).unbind(-1)
         waits = self.waits
-        seconds = torch.stack([quantize, exchange - waits, waits, dequantize, stall], -1)
-        values = torch.cat([self.counts, seconds], -1)
+        seconds = torch.stack([quantize, exchange - waits, waits, dequantize], -1)
+        values = torch.cat([self.numbers, seconds], -1)
         index = torch.tensor([places.index(place) for place in self.places], dtype=torch.int64)
         sums = values.new_zeros(len(values), len(places), values.shape[-1])
         sums.index_add_(1, index, values)
@@ -159,9 +162,9 @@ class Traffic:
 
 
 def _row(record: Record) -> list[float]:
-    """The numbers of one exchange: counts, then spans."""
-    row = [record.num_bytes, record.side_bytes, record.age, *record.losses]
-    for what in _SPANS:
+    """Of one exchange: numbers, then spans."""
+    row = [record.num_bytes, record.side_bytes, record.age, *record.losses, record.stall]
+    for what in WORK:
         row += record.span(what)
     return row
 

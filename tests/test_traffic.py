@@ -226,13 +226,34 @@ def test_on_one_device_there_is_no_traffic() -> None:
 
 def two_ranks() -> Traffic:
     """Rank 0 waits 2 s for rank 1 in a fresh exchange; a stale one goes on beside rank 1's step."""
-    fresh = [[[0, 1], [1, 4], [4, 5], [0, 5]], [[2, 3], [3, 4], [4, 5], [2, 5]]]
-    stale = [[[5, 6], [6, 9], [9, 10], [5, 5]], [[5, 6], [6, 8], [8, 9], [5, 6]]]
+    fresh = [[[0, 1], [1, 4], [4, 5]], [[2, 3], [3, 4], [4, 5]]]
+    stale = [[[5, 6], [6, 9], [9, 10]], [[5, 6], [6, 8], [8, 9]]]
     spans = torch.tensor([fresh, stale], dtype=torch.float64).transpose(0, 1)
     head = torch.tensor([[8, 2, 30, 50, 0.5], [9, 1, 20, 50, 0.1]], dtype=torch.float64)
-    counts = [[[100, 10, 0, 1, 4], [200, 20, 1, 1, 2]], [[300, 30, 0, 2, 4], [100, 10, 1, 2, 2]]]
+    numbers = [
+        [[100, 10, 0, 1, 4, 5], [200, 20, 1, 1, 2, 0]],
+        [[300, 30, 0, 2, 4, 3], [100, 10, 1, 2, 2, 1]],
+    ]
     places = (("conv", "forward"), ("conv", "backward"))
-    return Traffic(places, head, torch.tensor(counts, dtype=torch.float64), spans)
+    return Traffic(places, head, torch.tensor(numbers, dtype=torch.float64), spans)
+
+
+def hiding(stall: float) -> dict[str, float]:
+    """The split of rank 0 of a fresh exchange of 4 s, 3 of them waiting, that stalls for less."""
+    spans = [[[[0, 1], [1, 5], [5, 6]]], [[[0, 4], [4, 5], [5, 6]]]]
+    head = torch.tensor([[20, 0, 1, 1, 0], [10, 0, 1, 1, 0]], dtype=torch.float64)
+    numbers = torch.tensor([[[1, 0, 0, 0, 0, stall]], [[1, 0, 0, 0, 0, 6]]], dtype=torch.float64)
+    places = (("conv", "forward"),)
+    return Traffic(places, head, numbers, torch.tensor(spans, dtype=torch.float64)).split()
+
+
+@pytest.mark.parametrize(("stall", "wait", "move"), [(6, 3, 1), (4, 1, 1), (2.5, 0, 0.5)])
+def test_what_computation_hides_is_the_beginning_of_an_exchange(
+    stall: float, wait: float, move: float
+) -> None:
+    split = hiding(stall)
+    assert (split["wait"], split["move"]) == (wait, move)
+    assert sum(split.values()) == 20
 
 
 def test_a_step_of_known_times() -> None:
