@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_sylvie.attach import RefusedLayerError
-from lightning_sylvie.callbacks import BoundedStaleness
+from lightning_sylvie.callbacks import BoundedStaleness, HaloTraffic
 from lightning_sylvie.datamodule import GraphDataModule
 from lightning_sylvie.gradient import GradientSum
 from lightning_sylvie.module import SylvieModule
@@ -21,6 +21,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradientSum",
     "GraphDataModule",
+    "HaloTraffic",
     "PeerError",
     "RefusedLayerError",
     "SylvieModule",

@@ -116,7 +116,7 @@ class Description:
             for size in self.parts
         ]
         lines = [_line(*head)]
-        lines += [_line(*row, _human(self.memory(row[0]))) for row in rows]
+        lines += [_line(*row, human(self.memory(row[0]))) for row in rows]
         fields = ("nodes", "edges", "halo", "boundary", "train_nodes")
         lines.append(_line("max/mean", *(f"{self.balance(field):.2f}" for field in fields), ""))
         lines.append(f"edge cut {self.edge_cut:.1%}, halo ratio {self.halo_ratio:.2f}")
@@ -131,7 +131,7 @@ class Description:
         return sum(int(getattr(part, what)) for part in self.parts)
 
     def _sent(self, bits: float) -> str:
-        return _human(sum(self.bytes_per_epoch(part, bits) for part in range(len(self.parts))))
+        return human(sum(self.bytes_per_epoch(part, bits) for part in range(len(self.parts))))
 
 
 def describe(
@@ -175,7 +175,7 @@ def _line(*cells: object) -> str:
     return " ".join(f"{cell!s:>9}" for cell in cells).rstrip()
 
 
-def _human(size: int) -> str:
+def human(size: int) -> str:
     """`size` bytes with three digits and a unit of 1000s."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -264,10 +264,11 @@ class Halo:
 
     def _add_up(self, tensor: Tensor) -> None:
         """Replaces `tensor` by its sum over the ranks."""
-        if tensor.is_cuda:  # NCCL pairs the calls of a group by their order
-            self.history.lane.run(partial(self.transport.all_reduce, tensor), tensor)
-        else:
-            self.transport.all_reduce(tensor)
+        with self.observer.timer.timing("all_reduce"):
+            if tensor.is_cuda:  # NCCL pairs the calls of a group by their order
+                self.history.lane.run(partial(self.transport.all_reduce, tensor), tensor)
+            else:
+                self.transport.all_reduce(tensor)
 
     def _forget(self) -> None:
         self._recent = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sylvie.lane import Beside, Inline, Lane
+from lightning_sylvie.observer import Trace
 from lightning_sylvie.ops import scatter_add_rows
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.route import Leg, Route, shaped
@@ -150,7 +151,7 @@ class Pipelined(History):
             )
         if not self._works:
             return route.push(tensors)
-        leg, (targets, halos) = route.out, route.extend(tensors)
+        leg, (targets, halos) = route.out(), route.extend(tensors)
         slot = self._slot(leg, halos, route.plan.num_halo)
         if self.schedule.measures:
             sample = self._boundary(route.plan).sample
@@ -161,13 +162,14 @@ class Pipelined(History):
             for halo, arrived in zip(halos, rows, strict=True):
                 halo.copy_(arrived)
 
-        self._exchange(slot, partial(slot.start, self.lane, leg, targets, leg.decode), use)
+        start = partial(slot.start, self.lane, leg, targets, leg.decode)
+        self._exchange(slot, leg.trace, start, use)
         return shaped(targets, tensors)
 
     def pull(self, route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not self._works:
             return route.pull(tensors)
-        leg, (targets, halos) = route.back, route.split(tensors)
+        leg, (targets, halos) = route.back(), route.split(tensors)
         boundary = self._boundary(route.plan)
         slot = self._slot(leg, targets, boundary.index.numel())
 
@@ -180,7 +182,7 @@ class Pipelined(History):
                 total.zero_()
             leg.decode_add(received, boundary.position, rows)
 
-        self._exchange(slot, partial(slot.start, self.lane, leg, halos, decode), use)
+        self._exchange(slot, leg.trace, partial(slot.start, self.lane, leg, halos, decode), use)
         return shaped(targets, tensors)
 
     def agree(self, change: float, norm: float) -> None:
@@ -215,17 +217,28 @@ class Pipelined(History):
         return self._needed or not self._synchronous
 
     def _exchange(
-        self, slot: Slot, start: Callable[[], None], use: Callable[[Sequence[Tensor]], None]
+        self,
+        slot: Slot,
+        trace: Trace,
+        start: Callable[[], None],
+        use: Callable[[Sequence[Tensor]], None],
     ) -> None:
         """Rows of age 1 are used before the next exchange overwrites them, of age 0 after it."""
         stale = not self._synchronous and slot.step == self._step - 1
+        starts = self._needed or not stale
         if stale:
-            use(slot.arrived(smoothed=True))
-        if self._needed or not stale:
-            start()
-            slot.step = self._step
-        if not stale:
-            use(slot.arrived())
+            trace.used(age=1)
+            with trace.timer.timing("stall"):
+                rows = slot.arrived(smoothed=True)
+            use(rows)
+            if starts:
+                start()
+        else:
+            with trace.timer.timing("stall"):
+                start()
+                rows = slot.arrived()
+            use(rows)
+        slot.step = self._step if starts else slot.step
         slot.last_use = self._step
 
     def _slot(self, leg: Leg, rows: Sequence[Tensor], num_rows: int) -> Slot:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_sylvie.functions import Exchanged
-from lightning_sylvie.observer import now
 from lightning_sylvie.route import Route
+from lightning_sylvie.stopwatch import now
 
 _TRIES = 3
 
@@ -77,13 +77,13 @@ class ExchangedAggregation(Exchanged):
     ) -> Tensor:
         ctx.route, ctx.aggregation, ctx.paces = route, aggregation, paces
         with paces[0].timed() as overlaps:
-            rows = tensor.detach().contiguous()
-            pending = route.out.begin([rows])
+            rows, leg = tensor.detach().contiguous(), route.out()
+            pending = leg.begin([rows])
             if not overlaps:
-                pending.wait()
+                leg.wait(pending)
             out = aggregation.interior(rows)
             (extended,), halo = route.extend([rows])
-            route.out.finish(pending, halo)
+            leg.finish(pending, halo)
             aggregation.frontier(extended, out)
         return out
 
@@ -91,10 +91,11 @@ class ExchangedAggregation(Exchanged):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         route, aggregation, grad = ctx.route, ctx.aggregation, grad.contiguous()
+        leg = route.back()
         with ctx.paces[1].timed() as overlaps:
-            pending = route.back.begin([aggregation.halo_gradient(grad)])
+            pending = leg.begin([aggregation.halo_gradient(grad)])
             if not overlaps:
-                pending.wait()
+                leg.wait(pending)
             owned = aggregation.owned_gradient(grad)
-            route.back.finish_add(pending, route.plan.send_index, [owned])
+            leg.finish_add(pending, route.plan.send_index, [owned])
         return None, None, None, owned

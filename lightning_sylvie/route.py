@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
+from typing import final
 
 import torch
 from torch import Tensor
 
 from lightning_sylvie.lane import Inline, Lane
-from lightning_sylvie.observer import Observer
+from lightning_sylvie.observer import Observer, Trace
 from lightning_sylvie.plan import HaloPlan
 from lightning_sylvie.quantizer import Noise, NonFiniteRowError, Quantizer
 from lightning_sylvie.shard import Shard
@@ -73,13 +72,13 @@ class Route:
     def push(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Owned rows to the ranks that need them: each tensor with its halo rows appended."""
         targets, halos = self.extend(tensors)
-        self.out.exchange(targets, halos, self.lane)
+        self.out().exchange(targets, halos, self.lane)
         return shaped(targets, tensors)
 
     def pull(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Halo rows back to their owners, who add them: the mirror of `push`."""
         targets, halos = self.split(tensors)
-        self.back.exchange_add(halos, self.plan.send_index, targets, self.lane)
+        self.back().exchange_add(halos, self.plan.send_index, targets, self.lane)
         return shaped(targets, tensors)
 
     def extend(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -96,19 +95,19 @@ class Route:
         rows, num_owned = [_as_rows(tensor) for tensor in tensors], self.plan.num_owned
         return [t[:num_owned].clone() for t in rows], [t[num_owned:] for t in rows]
 
-    @property
     def out(self) -> Leg:
-        """Boundary rows to the ranks that read them."""
-        plan, ids = self.plan, self.ids
+        """Boundary rows to the ranks that read them: an exchange that begins."""
+        plan, ids = self.plan, (self.ids.sent, self.ids.received)
         counts = plan.send_counts, plan.recv_counts
-        return Leg(self, 0, self.quantizer, plan.send_index, (ids.sent, ids.received), counts)
+        trace = self.observer.exchange(self.name, 0)
+        return Leg(self, 0, self.quantizer, plan.send_index, ids, counts, trace)
 
-    @property
     def back(self) -> Leg:
-        """Gradients of halo rows to the ranks that own them."""
+        """Gradients of halo rows to the ranks that own them: an exchange that begins."""
         plan, ids = self.plan, (self.ids.sent_back, self.ids.received_back)
         counts = plan.recv_counts, plan.send_counts
-        return Leg(self, 1, self.gradient_quantizer, None, ids, counts)
+        trace = self.observer.exchange(self.name, 1)
+        return Leg(self, 1, self.gradient_quantizer, None, ids, counts, trace)
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,7 @@ class Leg:
         index: Which of the source's rows are sent; None: all, in order.
         ids: The nodes of the rows sent and received.
         counts: Rows sent to and received from each rank.
+        trace: Is told of it.
     """
 
     route: Route
@@ -130,34 +130,41 @@ class Leg:
     index: Tensor | None
     ids: tuple[Tensor, Tensor]
     counts: tuple[Sequence[int], Sequence[int]]
+    trace: Trace
 
     def begin(self, sources: Sequence[Tensor]) -> Pending:
         """Starts an exchange that `finish` or `finish_add` ends; `sources` may change meanwhile."""
         message = self.message(sources, sum(self.counts[0]))
-        self.encode(sources, message)
+        with self.trace.timer.timing("stall"):
+            self.encode(sources, message)
         return self.start(message)
+
+    def wait(self, pending: Pending) -> Tensor:
+        """What the other ranks send, as soon as it is there."""
+        with self.trace.timer.timing("stall"):
+            return pending.wait()
 
     def finish(self, pending: Pending, rows: Sequence[Tensor]) -> None:
         """Fills `rows` with what the other ranks send."""
-        with self._timing("exchange"):
-            received = pending.wait()
-        self.decode(received, rows)
+        with self.trace.timer.timing("stall"):
+            self.decode(pending.wait(), rows)
 
     def finish_add(self, pending: Pending, index: Tensor, rows: Sequence[Tensor]) -> None:
         """Adds what the other ranks send to ``rows[index]``."""
-        with self._timing("exchange"):
-            received = pending.wait()
-        self.decode_add(received, index, rows)
+        with self.trace.timer.timing("stall"):
+            self.decode_add(pending.wait(), index, rows)
 
     def exchange(self, sources: Sequence[Tensor], rows: Sequence[Tensor], lane: Lane) -> None:
         """Fills `rows` with what the other ranks send of their `sources`."""
-        self.decode(self._moved(sources, lane), rows)
+        with self.trace.timer.timing("stall"):
+            self.decode(self._moved(sources, lane), rows)
 
     def exchange_add(
         self, sources: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], lane: Lane
     ) -> None:
         """Adds what the other ranks send to ``rows[index]``."""
-        self.decode_add(self._moved(sources, lane), index, rows)
+        with self.trace.timer.timing("stall"):
+            self.decode_add(self._moved(sources, lane), index, rows)
 
     def message(self, sources: Sequence[Tensor], num_rows: int) -> Tensor:
         """An empty message for `num_rows` records with a row of each source."""
@@ -171,7 +178,7 @@ class Leg:
             ValueError: If one holds NaN or Inf, with layer, rank and node.
         """
         try:
-            with self._timing("quantize"):
+            with self.trace.timer.timing("quantize"):
                 for i, offset in enumerate(self._offsets(sources)[:-1]):
                     self.code.quantize(sources[i], self.index, self._noise(i, 0), message, offset)
         except NonFiniteRowError as error:
@@ -182,23 +189,26 @@ class Leg:
                 f"{self.route.plan.rank} sends holds NaN or Inf, expected finite values: lower the "
                 "learning rate, clip gradients, or look at that node's features"
             ) from None
-        if self.route.observer.sample:
-            losses = self._losses(sources, message)
-            self.route.observer.sent(self.route.name, self.direction, message.numel(), *losses)
+        if self.trace.sample:
+            side_bytes = sum(self.code.side_bytes(rows) for rows in sources) * len(message)
+            with self.trace.timer.timing("sample"):
+                losses = self._losses(sources, message)
+            self.trace.sent(message.numel(), side_bytes, losses)
 
     def start(self, message: Tensor, received: Tensor | None = None) -> Pending:
         """Starts to move a message, into `received` if that is given."""
-        return self.route.transport.start(message, *self.counts, rows=received)
+        arrived = self.trace.timer.start("exchange")
+        return _Noticed(self.route.transport.start(message, *self.counts, rows=received), arrived)
 
     def decode(self, received: Tensor, rows: Sequence[Tensor]) -> None:
         """Fills `rows`."""
-        with self._timing("dequantize"):
+        with self.trace.timer.timing("dequantize"):
             for i, offset in enumerate(self._offsets(rows)[:-1]):
                 self.code.dequantize(received, offset, self._noise(i, 1), rows[i])
 
     def decode_add(self, received: Tensor, index: Tensor, rows: Sequence[Tensor]) -> None:
         """Adds to ``rows[index]``; the index ascends within the rows of each rank."""
-        with self._timing("dequantize"):
+        with self.trace.timer.timing("dequantize"):
             for i, offset in enumerate(self._offsets(rows)[:-1]):
                 noise = self._noise(i, 1)
                 self.code.dequantize_add(received, offset, noise, index, self.counts[1], rows[i])
@@ -206,28 +216,21 @@ class Leg:
     def _moved(self, sources: Sequence[Tensor], lane: Lane) -> Tensor:
         message = self.message(sources, sum(self.counts[0]))
         self.encode(sources, message)
-        move = partial(self.route.transport.exchange, message, *self.counts)
-        with self._timing("exchange"):
-            return lane.run(move, message)
+        return lane.run(lambda: self.start(message).wait(), message)
 
-    def _timing(self, what: str) -> AbstractContextManager[None]:
-        return self.route.observer.timing(self.route.name, self.direction, what)
-
-    def _losses(self, sources: Sequence[Tensor], message: Tensor) -> tuple[float, float]:
-        """Squared error and norm of some of the floating-point rows in `message`."""
-        num_rows = message.shape[0]
-        step = max(1, num_rows // self.route.observer.sample)
-        picked = torch.arange(0, num_rows, step, device=message.device)
-        error = energy = 0.0
+    def _losses(self, sources: Sequence[Tensor], message: Tensor) -> Tensor:
+        """Squared error and squared norm of some of the floating-point rows in `message`."""
+        some = slice(None, None, max(1, len(message) // self.trace.sample))
+        coded, ids = message[some].contiguous(), self.ids[0][some].contiguous()
+        losses = torch.zeros(2, dtype=torch.float64, device=message.device)
         for i, offset in enumerate(self._offsets(sources)[:-1]):
             if sources[i].is_floating_point():
-                given = sources[i][picked if self.index is None else self.index[picked]]
-                decoded, noise = torch.empty_like(given), self._noise(i, 0)
-                noise = Noise(noise.key, noise.id[picked])
-                self.code.dequantize(message[picked], offset, noise, decoded)
-                error += float((decoded - given).double().square().sum())
-                energy += float(given.double().square().sum())
-        return error, energy
+                given = sources[i][some if self.index is None else self.index[some]]
+                decoded = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+                self.code.dequantize(coded, offset, Noise(self._noise(i, 0).key, ids), decoded)
+                pair = torch.stack([decoded.sub_(given), given]).flatten(1)
+                losses += torch.linalg.vector_norm(pair, dim=1, dtype=torch.float64).square_()
+        return losses
 
     def _offsets(self, rows: Sequence[Tensor]) -> list[int]:
         """Where each tensor's bytes start in a record, and where they end."""
@@ -237,6 +240,21 @@ class Leg:
         numbers = (*self.route.key, self.direction, position)
         digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8)
         return Noise(int.from_bytes(digest.digest(), "little", signed=True), self.ids[end])
+
+
+@final
+class _Noticed(Pending):
+    """An exchange under way whose arrival is told."""
+
+    def __init__(self, pending: Pending, arrived: Callable[[], None]) -> None:
+        self._pending, self._arrived = pending, arrived
+        self._received: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._received is None:
+            self._received = self._pending.wait()
+            self._arrived()
+        return self._received
 
 
 def shaped(rows: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from lightning_sylvie.exchange import Halo
 from lightning_sylvie.gradient import GradientReducer, GradientSum
 from lightning_sylvie.history import History
 from lightning_sylvie.loss import LossReduction, as_global, loss_share, silence
+from lightning_sylvie.observer import Observer
 from lightning_sylvie.rng import rng_state, set_rng_state
 from lightning_sylvie.rowless import taking_no_rows
 from lightning_sylvie.shard import Shard
@@ -71,6 +72,17 @@ class Run:
     def prepare_gradients(self) -> None:
         """Makes room for the sums of gradients; when the parameters have their sizes and device."""
         self._reducer = GradientReducer(self._module.parameters(), self._sums, self._gradient_sum)
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the last training step."""
+        assert self._shard is not None
+        return self._shard
+
+    def observe(self, observer: Observer) -> None:
+        """Lets `observer` hear of exchanges and sums that begin from here on."""
+        assert self._reducer is not None
+        self.attachment.halo.observer = self._reducer.observer = observer
 
     def train(self, step: Callable[[], Any], batch: Any, shard: Shard) -> Any:
         """The output of a training step, with the loss of the whole graph as its loss's value."""

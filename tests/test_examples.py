@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 import torch
 from network.hosts import missing
 from torch_geometric.data import Data
+from wandb_log import history
+
+from lightning_sylvie.runlog import read_scalars
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -88,6 +92,21 @@ def test_multi_label(tmp_path: Path) -> None:
 def test_resume(tmp_path: Path) -> None:
     done = run(tmp_path, "resume.py", "--devices", "1", "--epochs", "4")
     assert done.stdout.rstrip().endswith(": equal")
+
+
+def test_weights_and_biases_holds_what_the_table_holds(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    done = run(tmp_path, "weights_and_biases.py", "--epochs", "12")
+    assert re.search(r"the last epoch: [\d.]+ kB/epoch \d+% hidden", done.stdout)
+    table = read_scalars(tmp_path / "traffic")
+    rows = [row for row in history(tmp_path) if "halo/bytes" in row]
+    assert [row["trainer/global_step"] for row in rows] == [*range(12)]
+    assert [row["epoch"] for row in rows] == [*range(12)]
+    ages = [row["halo/model.convs.1/backward/age"] for row in rows]
+    assert ages == [0, *[1] * 9, 0, 1]
+    for name, (_, values) in table.items():
+        if name.startswith(("halo/", "time/")):
+            assert [row[name] for row in rows if name in row] == pytest.approx(values), name
 
 
 def test_launch_script_of_torchrun(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_bytes_and_errors_are_those_of_the_messages() -> None:
         shard = shards(3)[transport.rank]
         assert backward.num_bytes == 2 * shard.plan.num_halo * choose(2).row_bytes(cotangent(shard))
         for tally in (forward, backward):
-            assert set(tally.seconds) == {"quantize", "exchange", "dequantize"}
+            assert set(tally.seconds) == {"quantize", "exchange", "dequantize", "stall"}
             assert all(seconds > 0 for seconds in tally.seconds.values())
 
     run_threads(body, 3)

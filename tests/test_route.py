@@ -64,7 +64,7 @@ def cotangent(shard: Shard) -> Tensor:
 def coded(code: Quantizer, rows: Tensor, ids: Tensor, direction: int, shard: Shard) -> Tensor:
     """`rows` as a receiver reads them, by the route's own noise."""
     route = Route(Loopback(), shard.plan, RowIds(shard), code, code, (5, 2, 1), "")
-    noise = Noise((route.back if direction else route.out)._noise(0, 0).key, ids)
+    noise = Noise((route.back() if direction else route.out())._noise(0, 0).key, ids)
     message = torch.zeros(rows.shape[0], code.row_bytes(rows), dtype=torch.uint8)
     code.quantize(rows.contiguous(), None, noise, message, 0)
     out = torch.empty_like(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_sylvie.gradient.bucket import Bucket, fuse
 from lightning_sylvie.gradient.readiness import Readiness
 from lightning_sylvie.gradient.way import GradientSum
 from lightning_sylvie.lane import Beside, Ticket
+from lightning_sylvie.observer import Observer
 from lightning_sylvie.quantizer import Rotated
 from lightning_sylvie.quantizer import choose as choose_code
 from lightning_sylvie.transport import Transport
@@ -36,6 +37,9 @@ class GradientReducer:
         transport: Sums over the ranks.
         way: How.
 
+    Attributes:
+        observer: Hears how long the step waits for sums.
+
     Raises:
         ValueError: If the parameters are on several devices.
     """
@@ -51,6 +55,7 @@ class GradientReducer:
             raise ValueError(
                 f"expected all parameters on one device, got {sorted(map(str, devices))}"
             )
+        self.observer = Observer()
         self._buckets = fuse(unique, way.bucket_bytes)
         self._transport = transport
         self._all_reduce = choose(way.all_reduce)
@@ -84,8 +89,9 @@ class GradientReducer:
         try:
             with self._readiness.watching(start):
                 yield
-            for ticket in tickets:
-                ticket.wait()
+            with self._waiting():
+                for ticket in tickets:
+                    ticket.wait()
         except BaseException as error:
             self._lane.give_up(error)
             raise
@@ -140,8 +146,12 @@ class GradientReducer:
 
     def _finish(self, rest: Sequence[Bucket], scale: float) -> None:
         """Sums the buckets that are not summed yet, and hands all sums out."""
-        for bucket in rest:
-            bucket.fill()
-            self._sum(bucket)
-        for bucket in self._buckets:
-            bucket.hand_out(self._transport, scale)
+        with self._waiting():
+            for bucket in rest:
+                bucket.fill()
+                self._sum(bucket)
+            for bucket in self._buckets:
+                bucket.hand_out(self._transport, scale)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.observer.timer.timing("all_reduce")

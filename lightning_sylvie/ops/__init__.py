@@ -8,6 +8,7 @@ from lightning_sylvie.ops.minmax import (
     dequantize_add_rows,
     dequantize_rows,
     minmax_row_bytes,
+    minmax_side_bytes,
     quantize_rows,
 )
 from lightning_sylvie.ops.rotate import (
@@ -16,6 +17,7 @@ from lightning_sylvie.ops.rotate import (
     rotate_dequantize_rows,
     rotate_quantize_rows,
     rotated_row_bytes,
+    rotated_side_bytes,
 )
 from lightning_sylvie.ops.rows import (
     scatter_add_rows,
@@ -31,11 +33,13 @@ __all__ = [
     "scatter_add_rows_reference",
     "centroid_quantize_rows",
     "minmax_row_bytes",
+    "minmax_side_bytes",
     "quantize_rows",
     "dequantize_rows",
     "dequantize_add_rows",
     "ROTATED_BITS",
     "rotated_row_bytes",
+    "rotated_side_bytes",
     "rotate_quantize_rows",
     "rotate_dequantize_rows",
     "rotate_dequantize_add_rows",

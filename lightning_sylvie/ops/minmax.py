@@ -23,8 +23,12 @@ from lightning_sylvie.ops.rows import check_counts
 def minmax_row_bytes(width: int, bits: int) -> int:
     """Bytes of a row of `width` values in a message."""
     check_bits(bits)
-    side_bytes = 2 if width < 32 else 4
-    return (width * bits + 7) // 8 + side_bytes if width > 0 else 0
+    return (width * bits + 7) // 8 + minmax_side_bytes(width)
+
+
+def minmax_side_bytes(width: int) -> int:
+    """Of them, those of scale and zero."""
+    return (2 if width < 32 else 4) if width > 0 else 0
 
 
 def quantize_rows(

@@ -36,6 +36,11 @@ def rotated_row_bytes(width: int, bits: float = 1) -> int:
     return reference.row_bytes(width, bits)
 
 
+def rotated_side_bytes(width: int) -> int:
+    """Of them, those of scales and mean."""
+    return reference.side_bytes(width)
+
+
 def rotate_quantize_rows(
     rows: Tensor,
     index: Tensor | None,

@@ -31,8 +31,13 @@ _NAN = float("nan")
 
 def row_bytes(width: int, bits: float) -> int:
     """Codes, a scale per piece and, unless the row is narrow, a mean."""
+    return _code_bytes(width, bits) + side_bytes(width) if width > 0 else 0
+
+
+def side_bytes(width: int) -> int:
+    """What a row takes beside its codes."""
     mean_bytes = 2 if width >= NARROW_WIDTH else 0
-    return _code_bytes(width, bits) + 2 * len(pieces(width)) + mean_bytes if width > 0 else 0
+    return 2 * len(pieces(width)) + mean_bytes if width > 0 else 0
 
 
 def rotate_quantize_rows(

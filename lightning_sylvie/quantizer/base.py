@@ -49,6 +49,10 @@ class Quantizer(ABC):
     def row_bytes(self, rows: Tensor) -> int:
         """Bytes of one row of `rows` in a message."""
 
+    def side_bytes(self, rows: Tensor) -> int:
+        """Of them, those that are no codes (scales and the like); none, unless a code has some."""
+        return 0
+
     @abstractmethod
     def quantize(
         self, rows: Tensor, index: Tensor | None, noise: Noise, message: Tensor, offset: int

@@ -63,6 +63,9 @@ class Fitted(Quantizer):
     def row_bytes(self, rows: Tensor) -> int:
         return self._for(rows).row_bytes(rows)
 
+    def side_bytes(self, rows: Tensor) -> int:
+        return self._for(rows).side_bytes(rows)
+
     def quantize(
         self, rows: Tensor, index: Tensor | None, noise: Noise, message: Tensor, offset: int
     ) -> None:

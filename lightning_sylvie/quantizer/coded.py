@@ -38,6 +38,9 @@ class Coded(Quantizer):
     def row_bytes(self, rows: Tensor) -> int:
         return self._row_bytes(rows.shape[1])
 
+    def side_bytes(self, rows: Tensor) -> int:
+        return self._side_bytes(rows.shape[1])
+
     @final
     def quantize(
         self, rows: Tensor, index: Tensor | None, noise: Noise, message: Tensor, offset: int
@@ -73,6 +76,9 @@ class Coded(Quantizer):
     def _row_bytes(self, width: int) -> int: ...
 
     @abstractmethod
+    def _side_bytes(self, width: int) -> int: ...
+
+    @abstractmethod
     def _quantize(
         self,
         rows: Tensor,
@@ -103,6 +109,9 @@ class _Levels(Coded):
 
     def _row_bytes(self, width: int) -> int:
         return ops.minmax_row_bytes(width, int(self.bits))
+
+    def _side_bytes(self, width: int) -> int:
+        return ops.minmax_side_bytes(width)
 
     def _dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
         ops.dequantize_rows(message, offset, int(self.bits), rows)
@@ -182,6 +191,9 @@ class Rotated(Coded):
 
     def _row_bytes(self, width: int) -> int:
         return ops.rotated_row_bytes(width, self.bits)
+
+    def _side_bytes(self, width: int) -> int:
+        return ops.rotated_side_bytes(width)
 
     def _quantize(
         self,
