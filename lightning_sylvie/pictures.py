@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_sylvie.describe import BITS, Description
 from lightning_sylvie.runlog import Scalars
+from lightning_sylvie.traffic import SPLIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,6 +90,35 @@ def curves(runs: Mapping[str, Scalars], name: str) -> Figure:
     return _figure(axes)
 
 
+def time_split(runs: Mapping[str, Scalars]) -> Figure:
+    """What an epoch's step spends its time on, a bar for each run (Figure 2 of the paper).
+
+    Args:
+        runs: The run's label -> what `read_scalars` gave for it. Means over the epochs that
+            `HaloTraffic` has logged; if there are several, without the first, which sets up.
+
+    Raises:
+        ValueError: If no run had `HaloTraffic`.
+    """
+    split = {label: _mean_split(run) for label, run in runs.items() if "time/compute" in run}
+    if not split:
+        raise ValueError(
+            f"expected time/compute in the log of a run, which callbacks=[HaloTraffic()] puts "
+            f"there, got runs {list(runs)} without it"
+        )
+    with _axes("ms per epoch", "", height=1.5 + 0.45 * len(split)) as axes:
+        ends = [0.0] * len(split)
+        for color, what in zip(COLORS, SPLIT, strict=True):
+            lengths = [1000 * seconds[what] for seconds in split.values()]
+            label = what.replace("_", "-")
+            axes.barh(range(len(split)), lengths, 0.6, ends, label=label, color=color)
+            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+        axes.set_yticks(range(len(split)), list(split))
+        axes.invert_yaxis()
+        _legend(axes)
+    return _figure(axes)
+
+
 def svg(figure: Figure) -> str:
     """The figure as an ``<svg>`` element for a page, with its text in the page's colour."""
     import matplotlib
@@ -116,6 +147,12 @@ def _axes(x: str, y: str, *, width: float = 6.4, height: float = 3.6) -> Iterato
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         yield axes
+
+
+def _mean_split(run: Scalars) -> dict[str, float]:
+    """Seconds of each part of `SPLIT`."""
+    found = {what: run[f"time/{what}"][1] for what in SPLIT}
+    return {what: fmean(values[1:] or values) for what, values in found.items()}
 
 
 def _figure(axes: Axes) -> Figure:

@@ -14,7 +14,7 @@ from test_describe import path_graph
 from lightning_sylvie import pictures
 from lightning_sylvie.describe import Description, describe
 from lightning_sylvie.report import report
-from lightning_sylvie.runlog import read_scalars
+from lightning_sylvie.runlog import Scalars, read_scalars
 from lightning_sylvie.shard import cut_each
 
 pytest.importorskip("matplotlib")
@@ -84,6 +84,39 @@ def test_curves_of_several_runs(run: Path) -> None:
     assert list(axes.lines[0].get_ydata()) == VALUES
     with pytest.raises(ValueError, match=r"among \['test_acc', 'val_acc'\], got 'loss'"):
         pictures.curves({"first": first}, "loss")
+
+
+def traffic_log(compute: float) -> Scalars:
+    """Two epochs of HaloTraffic: the first one sets up."""
+    split = {"compute": compute, "quantize": 0.02, "move": 0.5, "wait": 0.03, "dequantize": 0.04}
+    seconds = {**split, "all_reduce": 0.1}
+    found = {f"time/{what}": ([0, 1], [9.0, value]) for what, value in seconds.items()}
+    return {**found, "halo/convs.1/forward/nmse": ([0, 1], [0.5, 0.25])}
+
+
+def test_the_split_stacks_what_an_epoch_spends() -> None:
+    runs = {"sync": traffic_log(1.0), "async": traffic_log(2.0), "no callback": {}}
+    (axes,) = pictures.time_split(runs).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["sync", "async"]
+    bars = {stack.get_label(): stack.patches for stack in axes.containers}
+    assert list(bars) == ["compute", "quantize", "move", "wait", "dequantize", "all-reduce"]
+    assert [bar.get_width() for bar in bars["compute"]] == pytest.approx([1000, 2000])
+    last = bars["all-reduce"][1]
+    assert last.get_x() + last.get_width() == pytest.approx(2690)
+    with pytest.raises(ValueError, match=r"expected time/compute .* got runs \['no callback'\]"):
+        pictures.time_split({"no callback": {}})
+
+
+def test_page_shows_the_exchanges_once(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="first")
+    for step in range(2):
+        logger.log_metrics({k: values[step] for k, (_, values) in traffic_log(1.0).items()}, step)
+    logger.save()
+    page = report({"first": tmp_path / "first"})
+    assert page.count("<svg") == 1
+    cells = '<td>first</td><td>convs.1</td><td>forward</td><td class="num">0.25</td>'
+    assert cells in page
+    assert "halo/convs.1" not in page
 
 
 def test_page_is_complete_and_needs_nothing_else(run: Path, description: Description) -> None:
