@@ -139,6 +139,17 @@ def test_overhead_benchmark(tmp_path: Path) -> None:
     assert set(json.loads(results.read_text())) == {"linear", "GraphSAGE"}
 
 
+def test_traffic_benchmark(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = run(
+        tmp_path, "benchmarks/overhead/traffic.py", "--nodes", "400", "--hidden", "8",
+        "--pairs", "1", "--results", str(results),
+    )  # fmt: skip
+    assert done.stdout.count("% wanted: ") == 4
+    found = json.loads(results.read_text())
+    assert len(found["async"]["cpu on"]) == len(found["async"]["cpu off"]) == 1
+
+
 def test_compute_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     done = run(

@@ -106,7 +106,8 @@ class HaloTraffic(Callback):
             self._tell(trainer, self._measured.pop(0))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).run.attachment.halo.history.lane.run(lambda: None)  # after what is on it
+        if self._measured:  # what is on the lane ends first
+            _strategy(trainer).run.attachment.halo.history.lane.run(lambda: None)
         while self._measured:
             self._tell(trainer, self._measured.pop(0))
 
