@@ -18,7 +18,8 @@ _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;
 background:#fff;color:#1f2328}
-.wide{overflow-x:auto}figure{margin:1.5rem 0}figure svg{max-width:100%;height:auto}figcaption,td.num{font-size:.9rem}
+.wide{overflow-x:auto}
+figure{margin:1.5rem 0}figure svg{max-width:100%;height:auto}figcaption,td.num{font-size:.9rem}
 table{border-collapse:collapse}
 td,th{padding:.2rem .8rem;border-bottom:1px solid #8886;text-align:left}
 td.num{text-align:right;font-variant-numeric:tabular-nums}pre{overflow-x:auto;font-size:.8rem}
