@@ -40,6 +40,11 @@ class Slow(UserModule):
             time.sleep(seconds)
 
 
+class Skipping(Slow):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 else None
+
+
 def parts() -> Tensor:
     draw = torch.Generator().manual_seed(5)
     return torch.randint(RANKS, (small_graph().num_nodes,), generator=draw)
@@ -58,11 +63,11 @@ def rows() -> tuple[int, int, int]:
 
 
 def fit(
-    setting: Setting, *callbacks: Any, slow: float = 0.0, **strategy: Any
+    setting: Setting, *callbacks: Any, module: UserModule | None = None, **strategy: Any
 ) -> tuple[Path, L.Trainer]:
     """A run that writes two logs into the folder."""
     torch.manual_seed(1)
-    module, folder = Slow(slow), setting.folder
+    module, folder = module or Slow(), setting.folder
     trainer = setting.trainer(
         strategy={"partition": parts(), **strategy},
         max_epochs=EPOCHS,
@@ -95,7 +100,7 @@ def bounded(setting: Setting) -> Any:
 
 
 def late(setting: Setting) -> Any:
-    return logs(fit(setting, HaloTraffic(1), bits=32, slow=0.06)[0])[0]
+    return logs(fit(setting, HaloTraffic(1), module=Slow(0.06), bits=32)[0])[0]
 
 
 def every_second(setting: Setting) -> Any:
@@ -113,12 +118,16 @@ def seldom(setting: Setting) -> Any:
     return logs(fit(setting, HaloTraffic(), bits=1)[0])[0]
 
 
+def skipping(setting: Setting) -> Any:
+    return logs(fit(setting, HaloTraffic(1), module=Skipping(), bits=1)[0])[0]
+
+
 def alone(setting: Setting) -> Any:
     folder, trainer = fit(setting, HaloTraffic(1), bits=1, partition="random")
     return logs(folder)[0], dict(trainer.progress_bar_metrics)
 
 
-on_ranks = OnRanks(rotated, pipelined, bounded, late, every_second, seldom)
+on_ranks = OnRanks(rotated, pipelined, bounded, late, every_second, seldom, skipping)
 on_one = OnRanks(alone)
 
 
@@ -214,6 +223,12 @@ def test_listening_changes_nothing_and_skips_epochs() -> None:
 def test_measuring_takes_less_than_it_may() -> None:
     """Three epochs tell what it costs; then come more epochs than these without it."""
     assert of(seldom)["halo/bytes"][0] == [0, 1, 2]
+
+
+def test_a_step_that_was_skipped_is_not_told() -> None:
+    scalars = of(skipping)
+    assert len(scalars["halo/bytes"][0]) == EPOCHS - 1
+    assert all(seconds > 0 for seconds in scalars["time/compute"][1])
 
 
 def test_on_one_device_there_is_no_traffic() -> None:

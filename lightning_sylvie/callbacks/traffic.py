@@ -72,6 +72,7 @@ class HaloTraffic(Callback):
         self._begin()
 
     def _begin(self) -> None:
+        self._running: _Measured | None = None
         self._measured: list[_Measured] = []  # and not told yet
         self._costs: list[float] = []
         self._last, self.interval = -1, 1
@@ -88,17 +89,20 @@ class HaloTraffic(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._running = None  # a step that was skipped has no end
         if self._is_due(epoch := trainer.current_epoch):
             self._last = epoch
             step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning counts them
             tallies = Tallies(device=pl_module.device)
             _strategy(trainer).run.observe(tallies)
-            self._measured.append(_Measured(tallies, tallies.timer.start("step"), step, epoch))
+            self._running = _Measured(tallies, tallies.timer.start("step"), step, epoch)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if self._measured and self._measured[-1].epoch == trainer.current_epoch:
-            self._measured[-1].end()
-            _strategy(trainer).run.observe(Observer())
+        if self._running is not None:
+            self._running.end()
+            self._measured.append(self._running)
+        self._running = None
+        _strategy(trainer).run.observe(Observer())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         before = trainer.current_epoch + (_strategy(trainer).mode == "sync")
