@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from network.hosts import missing
 from torch_geometric.data import Data
 from wandb_log import history
@@ -64,6 +68,40 @@ def test_demo_takes_a_dataset_by_name(tmp_path: Path, data_root: Path) -> None:
 def test_demo_names_datasets_when_it_does_not_know_one(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"expected a file or a dataset, such as .*Photo"):
         run(tmp_path, "demo.py", "--dataset", "Fotos")
+
+
+def test_one_line_makes_a_script_of_one_device_one_of_several(tmp_path: Path) -> None:
+    names = "side_by_side/one_device.py", "side_by_side/several_devices.py"
+    one, several = ((EXAMPLES / name).read_text().splitlines() for name in names)
+    changes = [line for line in difflib.ndiff(one, several) if line[0] in "+-" and line[1:].strip()]
+    assert changes == [
+        "+ from lightning_sylvie import SylvieStrategy",
+        "+     strategy=SylvieStrategy(),",
+        "-     devices=1,",
+        "+     devices=2,",
+    ]
+    expected, found = (accuracy(run(tmp_path, name).stdout) for name in names)
+    assert expected > 0.8
+    assert abs(found - expected) < 0.03
+
+
+def accuracy(output: str) -> float:
+    """The test accuracy in Lightning's table."""
+    (value,) = re.findall(r"test_acc\W+([0-9.]+)", output)
+    return float(value)
+
+
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    options = {"timeout": 200, "resources": {"metadata": {"path": str(tmp_path)}}}
+    with warnings.catch_warnings():  # of Jupyter's own packages
+        warnings.simplefilter("ignore")
+        NotebookClient(notebook, kernel_name="python3", **options).execute()
+    printed = [out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])]
+    (value,) = re.findall(r"test accuracy: ([0-9.]+) %", "".join(printed))
+    assert float(value) > 80
 
 
 def test_own_module_on_one_device(tmp_path: Path) -> None:
