@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_sylvie.constants import Constants
 from lightning_sylvie.functions import Append, Fold, Sum
 from lightning_sylvie.history import Fresh, History
-from lightning_sylvie.lane import Inline
 from lightning_sylvie.observer import Observer
 from lightning_sylvie.overlap import Aggregation, ExchangedAggregation, Pace
 from lightning_sylvie.plan import HaloPlan
@@ -167,7 +166,7 @@ class Halo:
             ``(num_owned, width)``.
         """
         place = id(self.shard), self._slot + 1, self._exact
-        overlaps = self._read_once.get(place, False) and isinstance(self.history.lane, Inline)
+        overlaps = self._read_once.get(place, False) and isinstance(self.history, Fresh)
         if overlaps and self._moved(tensor, name) is None:
             self._check(tensor, self.plan.num_owned, name)
             out: Tensor = self._aggregate(aggregation, tensor, name, self._paces[place])

@@ -212,6 +212,28 @@ def test_accuracy_benchmark_goes_on_where_it_stopped(tmp_path: Path, data_root: 
     assert "PubMed, seed 0, 1 ranks: test 12.34 %" in run(tmp_path, *command).stdout
 
 
+def test_low_bit_benchmark(tmp_path: Path, data_root: Path) -> None:
+    results = tmp_path / "results.json"
+    small = "--models", "GCN", "--seeds", "0", "--ranks", "2", "--epochs", "10"
+    command = "benchmarks/low_bit/main.py", "--layers", "2", "--graphs", "Photo", *small
+    done = run(tmp_path, *command, "--codes", "32", "minmax 1", "--results", str(results))
+    assert "| Photo | 2 GCN | minmax 1 | 1 | " in done.stdout
+    full, coded = json.loads(results.read_text()).values()
+    assert full["row_error"] == 0 < coded["row_error"]
+
+
+def test_staleness_benchmark(tmp_path: Path, data_root: Path) -> None:
+    results = tmp_path / "results.json"
+    small = "--models", "GCN", "--seeds", "0", "--ranks", "2", "--epochs", "10"
+    ways = "--ways", "sync, 32 bits", "async, 32 bits", "async, 1 bit, eps_s=2"
+    command = "benchmarks/staleness/main.py", "--graphs", "Photo", *small, *ways
+    run(tmp_path, *command, "--results", str(results))
+    found = json.loads(results.read_text()).values()
+    assert len({round(each["loss"], 4) for each in found}) == 3  # none is another's computation
+    assert all(len(each["curve"]) == 2 for each in found)
+    assert results.with_suffix(".png").exists()
+
+
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_all_reduce_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.json"

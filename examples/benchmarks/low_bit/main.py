@@ -117,7 +117,9 @@ def main() -> None:
             if run.graph not in graphs:
                 graphs[run.graph] = narrowed(named_graph(run.graph))
             start = time.perf_counter()
-            results[str(run)] = train(run, split(graphs[run.graph].clone(), run.seed), options)
+            found = train(run, split(graphs[run.graph].clone(), run.seed), options)
+            del found["curve"]
+            results[str(run)] = found
             options.results.write_text(json.dumps(results, indent=1) + "\n")
             spent = time.perf_counter() - start
             print(f"{run}: test {100 * results[str(run)]['test']:.2f} %, {spent:.0f} s", flush=True)

@@ -19,11 +19,14 @@ from torch_geometric.nn import GAT, GCN, GraphSAGE
 from lightning_sylvie.attach import Attachment
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.graph import Graph
+from lightning_sylvie.history import Fresh, History, Pipelined
+from lightning_sylvie.lane import Inline
 from lightning_sylvie.observer import Observer, Tallies
 from lightning_sylvie.partition import resolve
 from lightning_sylvie.quantizer import Noise, Quantizer, choose
+from lightning_sylvie.schedule import Every, Unbounded
 from lightning_sylvie.shard import Shard, cut
-from lightning_sylvie.transport import Transport
+from lightning_sylvie.transport import Pending, Transport
 from lightning_sylvie.transport.threads import run_threads
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
@@ -31,17 +34,40 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "GraphSAGE": GraphSAGE,
     "GAT": lambda *sizes, **options: GAT(*sizes, heads=4, **options),
 }
-CODES: dict[str, tuple[float, str]] = {
-    "32": (32, "auto"),
-    "rotated 1": (1, "rotated"),
-    "minmax 1": (1, "minmax"),
-    "rotated 2": (2, "rotated"),
-    "centroid 1": (1, "centroid"),
-    "rotated 0.5": (0.5, "rotated"),
-    "minmax 2": (2, "minmax"),
-    "16": (16, "auto"),
-    "everything 1": (1, "minmax"),
+
+
+class Way(NamedTuple):
+    """How halo rows travel, and how old they are."""
+
+    bits: float
+    quantizer: str = "auto"
+    mode: str = "sync"
+    eps_s: int | None = None
+    smoothing: float = 0.0
+
+
+CODES: dict[str, Way] = {
+    "32": Way(32),
+    "rotated 1": Way(1, "rotated"),
+    "minmax 1": Way(1, "minmax"),
+    "rotated 2": Way(2, "rotated"),
+    "centroid 1": Way(1, "centroid"),
+    "rotated 0.5": Way(0.5, "rotated"),
+    "minmax 2": Way(2, "minmax"),
+    "16": Way(16),
+    "everything 1": Way(1, "minmax"),
 }
+AGES: dict[str, Way] = {
+    "sync, 32 bits": Way(32),
+    "sync, 1 bit": Way(1),
+    "async, 32 bits": Way(32, mode="async"),
+    "async, 1 bit": Way(1, mode="async"),
+    "async, 1 bit, eps_s=10": Way(1, mode="async", eps_s=10),
+    "async, 1 bit, eps_s=5": Way(1, mode="async", eps_s=5),
+    "async, 1 bit, eps_s=2": Way(1, mode="async", eps_s=2),
+    "async, 1 bit, smoothing=0.95": Way(1, mode="async", smoothing=0.95),
+}
+WAYS = CODES | AGES
 FEATURES = 128
 HIDDEN, DROPOUT, RATE, DECAY = 64, 0.5, 0.01, 5e-4
 VALIDATE_EVERY, MEASURE_EVERY, LAST = 5, 33, 10
@@ -93,7 +119,7 @@ def build(run: Run, num_features: int, num_classes: int) -> torch.nn.Module:
     return MODELS[run.model](*sizes, dropout=0.0)
 
 
-def train(run: Run, data: Data, options: argparse.Namespace) -> dict[str, float]:
+def train(run: Run, data: Data, options: argparse.Namespace) -> dict[str, Any]:
     """The columns of the table for one run; `data` has masks."""
     node = {name: data[name] for name in ("x", "y", "train_mask", "val_mask", "test_mask")}
     graph = Graph(int(data.num_nodes), data.edge_index, node)
@@ -107,8 +133,9 @@ def train(run: Run, data: Data, options: argparse.Namespace) -> dict[str, float]
         options.ranks,
     )
     spent = (time.process_time() - start) / options.epochs
-    total = {name: sum(found[name] for found in ranks) for name in ranks[0]}
+    total = {name: sum(found[name] for found in ranks) for name in ranks[0] if name != "curve"}
     return {
+        "curve": ranks[0]["curve"],
         "val": ranks[0]["val"],
         "test": ranks[0]["test"],
         "loss": total["loss"],
@@ -118,6 +145,29 @@ def train(run: Run, data: Data, options: argparse.Namespace) -> dict[str, float]
         "gradient_error": total["gradient_error"] / max(total["gradient_energy"], 1e-30),
         "sum_error": total["sum_error"] / max(total["sum_energy"], 1e-30),
     }
+
+
+class AtOnce(Inline):
+    """A lane whose exchanges end where they begin: these ranks have one thread each.
+
+    What a pipelined exchange brings is used an epoch later all the same.
+    """
+
+    def submit(
+        self, begin: Callable[[], Pending], finish: Callable[[Tensor], None], *_: Tensor
+    ) -> AtOnce:
+        finish(begin().wait())
+        return self
+
+    def wait(self) -> None:
+        """There is nothing under way."""
+
+
+def history_of(way: Way) -> History:
+    if way.mode == "sync":
+        return Fresh()
+    schedule = Every(way.eps_s) if way.eps_s else Unbounded()
+    return Pipelined(AtOnce(), schedule, (way.smoothing, way.smoothing))
 
 
 class Everywhere(torch.autograd.Function):
@@ -150,9 +200,11 @@ class Rank:
     ) -> None:
         self.transport, self.shard, self.model = transport, shard, copy.deepcopy(model)
         self.model.dropout = SeededDropout(1000 * run.seed + transport.rank)
-        self.code: Quantizer = choose(*CODES[run.code])
+        way = WAYS[run.code]
+        self.code: Quantizer = choose(way.bits, way.quantizer)
         everywhere = run.code.startswith("everything")
-        self.halo = Halo(transport, choose(32) if everywhere else self.code, seed=run.seed)
+        code = choose(32) if everywhere else self.code
+        self.halo = Halo(transport, code, seed=run.seed, history=history_of(way))
         Attachment(self.model, self.halo).keep(shard)
         if everywhere:
             self.code_everywhere()
@@ -162,8 +214,8 @@ class Rank:
         self.tallies = Tallies(sample=256)
         self.sums = {"sum_error": 0.0, "sum_energy": 0.0}
 
-    def fit(self, epochs: int) -> dict[str, float]:
-        losses, best, num_bytes = [], (-1.0, -1.0), 0
+    def fit(self, epochs: int) -> dict[str, Any]:
+        losses, best, num_bytes, curve = [], (-1.0, -1.0), 0, []
         for epoch in range(epochs):
             before = sum(self.transport.bytes_sent)
             measures = epoch % MEASURE_EVERY == MEASURE_EVERY - 1
@@ -171,8 +223,10 @@ class Rank:
             if epoch == 1:  # in the first one the features travel too
                 num_bytes = sum(self.transport.bytes_sent) - before
             if epoch % VALIDATE_EVERY == VALIDATE_EVERY - 1:
-                best = max(best, self.validate(), key=lambda pair: pair[0])
+                curve.append(self.validate())
+                best = max(best, curve[-1], key=lambda pair: pair[0])
         return {
+            "curve": [val for val, _ in curve],
             "val": best[0],
             "test": best[1],
             "loss": sum(losses[-LAST:]) / LAST,
@@ -202,6 +256,7 @@ class Rank:
         self.model.train()
         self.optimizer.zero_grad()
         self.halo.observer = self.tallies if measures else Observer()
+        self.halo.history.begin(epoch)
         with self.halo.using(self.shard, epoch=epoch), self.probing(measures):
             out = self.model(self.shard.node["x"], self.shard.edge_index)
             mask, y = self.shard.node["train_mask"], self.shard.node["y"]
