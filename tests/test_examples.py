@@ -214,7 +214,7 @@ def test_accuracy_benchmark_goes_on_where_it_stopped(tmp_path: Path, data_root: 
 
 def test_low_bit_benchmark(tmp_path: Path, data_root: Path) -> None:
     results = tmp_path / "results.json"
-    small = "--models", "GCN", "--seeds", "0", "--ranks", "2", "--epochs", "10"
+    small = "--models", "GCN", "--seeds", "0", "--ranks", "2", "--epochs", "35"
     command = "benchmarks/low_bit/main.py", "--layers", "2", "--graphs", "Photo", *small
     done = run(tmp_path, *command, "--codes", "32", "minmax 1", "--results", str(results))
     assert "| Photo | 2 GCN | minmax 1 | 1 | " in done.stdout
