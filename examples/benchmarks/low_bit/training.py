@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
+from lightning_sylvie import AdaptiveBits
 from lightning_sylvie.attach import Attachment
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.graph import Graph
@@ -23,7 +24,7 @@ from lightning_sylvie.history import Fresh, History, Pipelined
 from lightning_sylvie.lane import Inline
 from lightning_sylvie.observer import Observer, Tallies
 from lightning_sylvie.partition import resolve
-from lightning_sylvie.quantizer import Noise, Quantizer, choose
+from lightning_sylvie.quantizer import Code, Noise, Quantizer, choose
 from lightning_sylvie.schedule import Every, Unbounded
 from lightning_sylvie.shard import Shard, cut
 from lightning_sylvie.transport import Pending, Transport
@@ -39,7 +40,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 class Way(NamedTuple):
     """How halo rows travel, and how old they are."""
 
-    bits: float
+    bits: float | AdaptiveBits
     quantizer: str = "auto"
     mode: str = "sync"
     eps_s: int | None = None
@@ -55,6 +56,10 @@ CODES: dict[str, Way] = {
     "rotated 0.5": Way(0.5, "rotated"),
     "minmax 2": Way(2, "minmax"),
     "16": Way(16),
+    "degrees 2": Way(AdaptiveBits(2)),
+    "ranges 2": Way(AdaptiveBits(2, refresh_every=10)),
+    "minmax ranges 2": Way(AdaptiveBits(2, refresh_every=10), "minmax"),
+    "ranges 1": Way(AdaptiveBits(1, refresh_every=10, choices=(0.5, 1, 2, 4))),
     "everything 1": Way(1, "minmax"),
 }
 AGES: dict[str, Way] = {
@@ -201,7 +206,7 @@ class Rank:
         self.transport, self.shard, self.model = transport, shard, copy.deepcopy(model)
         self.model.dropout = SeededDropout(1000 * run.seed + transport.rank)
         way = WAYS[run.code]
-        self.code: Quantizer = choose(way.bits, way.quantizer)
+        self.code: Code = choose(way.bits, way.quantizer)
         everywhere = run.code.startswith("everything")
         code = choose(32) if everywhere else self.code
         self.halo = Halo(transport, code, seed=run.seed, history=history_of(way))
@@ -318,6 +323,7 @@ class Rank:
             for tensor, rows in zip(tensors, found, strict=True):
                 if rows.is_floating_point() and rows.requires_grad and rows[0].numel() >= 16:
                     (right,) = append(tensor.detach() + 0, exact=True)
+                    self.halo._slot -= 1  # the layers' own exchanges keep their numbers
                     self.sums["sum_error"] += self.energy(rows.detach() - right)
                     self.sums["sum_energy"] += self.energy(right)
             self.halo.observer = observer
