@@ -99,7 +99,7 @@ class Reference:
     ) -> tuple[Tensor, float, int]:
         shard = self.parts[0]
         route = Route(Loopback(), shard.plan, RowIds(shard), code, code, (5, epoch, 1), "")
-        noise = Noise((route.back if direction else route.out)._noise(0, 0).key, node)
+        noise = Noise((route.back() if direction else route.out())._noise(0, 0).key, node)
         message = torch.zeros(1, code.row_bytes(row), dtype=torch.uint8)
         code.quantize(row.contiguous(), None, noise, message, 0)
         out = torch.empty_like(row)
