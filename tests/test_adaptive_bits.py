@@ -216,20 +216,25 @@ def small_gnn_of(hidden: int) -> GraphSAGE:
         return GraphSAGE(NUM_FEATURES, hidden, num_layers=3, out_channels=NUM_CLASSES)
 
 
-def accuracies(setting: Setting) -> list[float]:
-    """Of validation, after training at full precision, and at 1.5 bits on average in both modes."""
-    bits, data, found = AdaptiveBits(1.5, refresh_every=5), small_graph(num_nodes=800), []
-    for strategy in ({"bits": 32}, {"bits": bits}, {"bits": bits, "mode": "async"}):
-        trainer, module = setting.trainer(strategy=strategy, max_epochs=30), Wide()
-        trainer.fit(module, loader(data), loader(data))
-        found.append(float(trainer.callback_metrics["val_acc"]))
-    return found
+def accuracies(setting: Setting) -> list[tuple[float, float]]:
+    """Of validation, at full precision and at 1.5 bits on average, in each mode."""
+    bits, data = AdaptiveBits(1.5, refresh_every=5), small_graph(num_nodes=600)
+    draw = torch.Generator().manual_seed(0)
+    data.x += 4 * torch.randn(data.x.shape, generator=draw, dtype=torch.float64)
+
+    def accuracy(**strategy: Any) -> float:
+        trainer = setting.trainer(strategy=strategy, max_epochs=20)
+        trainer.fit(Wide(), loader(data), loader(data))
+        return float(trainer.callback_metrics["val_acc"])
+
+    return [(accuracy(bits=32, mode=m), accuracy(bits=bits, mode=m)) for m in ("sync", "async")]
 
 
 def test_training_reaches_the_accuracy_of_full_precision() -> None:
-    for full, *adaptive in OnRanks(accuracies)(accuracies, 2):
-        assert full > 0.8
-        assert min(adaptive) > full - 0.03, (full, adaptive)
+    for pairs in OnRanks(accuracies)(accuracies, 2):
+        for full, adaptive in pairs:
+            assert 0.8 < full < 1.0
+            assert adaptive > full - 0.04
 
 
 # What is refused, and said
