@@ -23,10 +23,7 @@ class Allocations:
     A row weighs its degree in the part that reads it, times what its error is relative to (the
     width and the squared range). The reader counts degrees and tells them once; the scale stands
     in every row's record, so after an exchange both ends know it alike. In the first exchange of a
-    place there are degrees only.
-
-    A gradient is added to its owner's once, so it weighs its squared range alone; as long as
-    this is not known, the degree stands for it: as many edges' gradients are summed in it.
+    place there are degrees only. A gradient is added to its owner's once: its degree is 1.
     """
 
     def __init__(self) -> None:
@@ -102,19 +99,20 @@ class _Known:
 
     def weights(self, leg: Leg) -> tuple[Tensor, Tensor]:
         """float64 ``(rows,)`` each, of the rows sent and received."""
-        sent, received = self._degrees[:: -1 if leg.direction else 1]
-        if not self.spreads:
-            return sent.double(), received.double()
-        of_sent, of_received = self.spreads
+        sent, received = self.spreads or _filled(leg, 1.0)
         if leg.direction:
-            return of_sent, of_received
-        return of_sent * sent, of_received * received
+            return sent, received
+        return sent * self._degrees[0], received * self._degrees[1]
 
     def room(self, leg: Leg) -> tuple[Tensor, Tensor]:
         """Where the spreads of the exchange that begins are to be written."""
-        if not self.spreads:
-            self.spreads = tuple(
-                torch.zeros(len(ids), dtype=torch.float64, device=ids.device) for ids in leg.ids
-            )
-        sent, received = self.spreads
+        self.spreads = sent, received = self.spreads or _filled(leg, 0.0)
         return sent, received
+
+
+def _filled(leg: Leg, value: float) -> tuple[Tensor, Tensor]:
+    """A value for each row sent, and for each row received."""
+    sent, received = (
+        torch.full((len(ids),), value, dtype=torch.float64, device=ids.device) for ids in leg.ids
+    )
+    return sent, received

@@ -80,7 +80,7 @@ class Reference:
         degrees = [int((self.sources[shard.edge_id] == node).sum()) for node in nodes]
         known = self.known.get((reader, owner, direction))
         weights = [
-            degree * 1.0 if known is None else known[i] if direction else degree * known[i]
+            (1.0 if direction else degree) * (1.0 if known is None else known[i])
             for i, degree in enumerate(degrees)
         ]
         numbers, _ = shared_out(weights, self.bits.average, self.bits.choices, self.errors)
