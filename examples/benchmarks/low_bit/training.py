@@ -23,6 +23,7 @@ from lightning_sylvie.graph import Graph
 from lightning_sylvie.history import Fresh, History, Pipelined
 from lightning_sylvie.lane import Inline
 from lightning_sylvie.observer import Observer, Tallies
+from lightning_sylvie.overlap import Aggregation
 from lightning_sylvie.partition import resolve
 from lightning_sylvie.quantizer import Code, Noise, Quantizer, choose
 from lightning_sylvie.schedule import Every, Unbounded
@@ -315,7 +316,7 @@ class Rank:
         if not measures:
             yield
             return
-        append = self.halo.append
+        append, aggregate = self.halo.append, self.halo.aggregate
 
         def probe(*tensors: Tensor, exact: bool = False, name: str = "") -> tuple[Tensor, ...]:
             found = append(*tensors, exact=exact, name=name)
@@ -329,11 +330,14 @@ class Rank:
             self.halo.observer = observer
             return found
 
-        self.halo.append = probe  # type: ignore[method-assign]
+        def at_once(aggregation: Aggregation, tensor: Tensor, *, name: str = "") -> Tensor:
+            return aggregation.whole(self.halo.append(tensor, name=name)[0])
+
+        self.halo.append, self.halo.aggregate = probe, at_once  # type: ignore[method-assign]
         try:
             yield
         finally:
-            self.halo.append = append  # type: ignore[method-assign]
+            self.halo.append, self.halo.aggregate = append, aggregate  # type: ignore[method-assign]
 
     def energy(self, rows: Tensor) -> float:
         """Squared norm of the mean of `rows` over each node's in-edges."""
