@@ -252,7 +252,7 @@ def test_parts_without_nodes_or_neighbours_take_part() -> None:
 def test_an_observer_hears_of_bytes_and_of_the_error_of_all_classes() -> None:
     def body(transport: Transport) -> Any:
         shard = shards(2)[transport.rank]
-        halo = Halo(transport, choose(AdaptiveBits(2, refresh_every=1)))
+        halo = Halo(transport, choose(AdaptiveBits(2, refresh_every=1), "minmax"))
         halo.observer = tallies = Tallies(sample=10**6)
         for epoch in range(2):
             with halo.using(shard, epoch=epoch):
@@ -261,6 +261,7 @@ def test_an_observer_hears_of_bytes_and_of_the_error_of_all_classes() -> None:
                 before = sum(transport.bytes_sent)
         tally = tallies.by_layer["layer", "forward"]
         lost = extended - values(1)[torch.cat([shard.node_id, shard.halo_id])]
+        assert tally.side_bytes == 4 * shard.plan.num_sent
         return tally.error, tally.num_bytes, float(lost.square().sum()), before
 
     for one, other in itertools.permutations(run_threads(body, 2)):
