@@ -8,6 +8,7 @@ from lightning_sylvie.datamodule import GraphDataModule
 from lightning_sylvie.gradient import GradientSum
 from lightning_sylvie.module import SylvieModule
 from lightning_sylvie.optimizer import DistributedOptimizer
+from lightning_sylvie.quantizer import AdaptiveBits
 from lightning_sylvie.strategy import SylvieStrategy
 from lightning_sylvie.transport import PeerError
 
@@ -17,6 +18,7 @@ except PackageNotFoundError:  # used from its source folder
     __version__ = "0+unknown"
 
 __all__ = [
+    "AdaptiveBits",
     "BoundedStaleness",
     "DistributedOptimizer",
     "GradientSum",

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sylvie.quantizer import choose
+from lightning_sylvie.quantizer import AdaptiveBits, choose
 from lightning_sylvie.shard import Shard
 
 BITS = (1, 2, 4, 8, 16, 32)
 
 
-def row_bytes(width: int, bits: float) -> int:
-    """Bytes of one exchanged row of `width` values, coded as `bits` alone say."""
+def row_bytes(width: int, bits: float | AdaptiveBits) -> int:
+    """Bytes of one exchanged row of `width` values, coded as `bits` alone say, on average."""
     return choose(bits).row_bytes(torch.empty(0, width))
 
 
@@ -88,11 +88,12 @@ class Description:
         ]
         return max(values) * len(values) / sum(values) if any(values) else 1.0
 
-    def bytes_per_epoch(self, part: int, bits: float) -> int:
+    def bytes_per_epoch(self, part: int, bits: float | AdaptiveBits) -> int:
         """Bytes that a part sends in one training epoch with all exchanges done.
 
         Forward it sends its boundary entries, backward the gradients of its halo rows:
         sum over widths of boundary * row_bytes + sum over gradient_widths of halo * row_bytes.
+        With `AdaptiveBits` every row counts as one of average bits, which is nearly right.
         """
         size = self.parts[part]
         forward = sum(row_bytes(width, bits) for width in self.widths)

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sylvie.allocation import Allocations
 from lightning_sylvie.constants import Constants
 from lightning_sylvie.functions import Append, Fold, Sum
 from lightning_sylvie.history import Fresh, History
 from lightning_sylvie.observer import Observer
 from lightning_sylvie.overlap import Aggregation, ExchangedAggregation, Pace
 from lightning_sylvie.plan import HaloPlan
-from lightning_sylvie.quantizer import Full, Quantizer
+from lightning_sylvie.quantizer import Code, Full
 from lightning_sylvie.route import Route, RowIds
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.transport import Transport, check_signature
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lightning.pytorch.lightning_sylvie")  # shown, where Lightning is in use
 
 
 class Halo:
@@ -43,8 +44,8 @@ class Halo:
     def __init__(
         self,
         transport: Transport,
-        quantizer: Quantizer | None = None,
-        gradient_quantizer: Quantizer | None = None,
+        quantizer: Code | None = None,
+        gradient_quantizer: Code | None = None,
         *,
         seed: int = 0,
         keep_features: bool = True,
@@ -55,12 +56,10 @@ class Halo:
         self.history = history or Fresh()
         self._fresh = Fresh(self.history.lane)
         self._quantizers = quantizer or Full(), gradient_quantizer or quantizer or Full()
-        self.seed, self.observer = seed, Observer()
-        self.checking = False
-        self._exact = False
-        self._epoch = 0
+        self.seed, self.observer, self.allocations = seed, Observer(), Allocations()
+        self.checking = self._exact = False
+        self._epoch = self._slot = 0
         self._shard: Shard | None = None
-        self._slot = 0
         self._ids: dict[int, RowIds] = {}
         self._recent: list[tuple[Tensor, int, bool, Tensor]] = []
         self._read_once: dict[tuple[int, int, bool], bool] = {}
@@ -248,6 +247,7 @@ class Halo:
             name=name or f"exchange {self._slot}",
             lane=self.history.lane,
             observer=self.observer,
+            allocations=self.allocations,
         )
 
     def _begin(self, tensors: Sequence[Tensor]) -> None:

@@ -137,7 +137,10 @@ class Pipelined(History):
         self._step += 1
         self.drift = 0.0, 0.0
         self._seen.clear()
-        self._slots = {k: s for k, s in self._slots.items() if s.last_use >= self._step - 1}
+        for place, slot in list(self._slots.items()):
+            if slot.last_use < self._step - 1:
+                slot.wait()  # a place's next exchange begins when its last one is over
+                del self._slots[place]
         self._synchronous = self.schedule.is_synchronous(epoch)
         self.schedule.began(epoch, synchronous=self._synchronous)
         unused = self.schedule.will_be_synchronous(epoch + 1)
@@ -248,8 +251,10 @@ class Pipelined(History):
         self._seen[number] += 1
         fresh = Slot(leg, rows, num_rows, self._smoothing[leg.direction])
         known = self._slots.get(place)
-        if known is not None and known.layout == fresh.layout:
-            return known
+        if known is not None:
+            if known.layout == fresh.layout:
+                return known
+            known.wait()
         if (saved := self._restored.pop(place, None)) is not None:
             fresh.restore(saved)
         self._slots[place] = fresh

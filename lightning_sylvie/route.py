@@ -7,16 +7,18 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
+from lightning_sylvie.allocation import Allocations
 from lightning_sylvie.lane import Inline, Lane
+from lightning_sylvie.layout import Layout, Records
 from lightning_sylvie.observer import Observer, Trace
 from lightning_sylvie.plan import HaloPlan
-from lightning_sylvie.quantizer import Noise, NonFiniteRowError, Quantizer
+from lightning_sylvie.quantizer import Code, Mixture, Noise, NonFiniteRowError
 from lightning_sylvie.shard import Shard
 from lightning_sylvie.transport import Pending, Transport
 
@@ -29,6 +31,9 @@ class RowIds:
 
     Args:
         shard: The part on this rank.
+
+    Attributes:
+        degrees: See `Route.degrees`; None: not told yet.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -41,6 +46,7 @@ class RowIds:
         self.received = shard.halo_id
         self.sent_back = shard.halo_id * num_ranks + plan.rank
         self.received_back = self.sent * num_ranks + reader
+        self.degrees: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,17 +63,19 @@ class Route:
         name: The layer and exchange, for messages.
         lane: Where messages are moved.
         observer: Hears of it.
+        allocations: How many bits each row gets, if they differ.
     """
 
     transport: Transport
     plan: HaloPlan
     ids: RowIds
-    quantizer: Quantizer
-    gradient_quantizer: Quantizer
+    quantizer: Code
+    gradient_quantizer: Code
     key: tuple[int, ...]
     name: str
     lane: Lane = field(default_factory=Inline)
     observer: Observer = field(default_factory=Observer)
+    allocations: Allocations = field(default_factory=Allocations)
 
     def push(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Owned rows to the ranks that need them: each tensor with its halo rows appended."""
@@ -94,6 +102,20 @@ class Route:
         """Each tensor's owned rows, copied, and its halo rows, as ``(rows, width)``."""
         rows, num_owned = [_as_rows(tensor) for tensor in tensors], self.plan.num_owned
         return [t[:num_owned].clone() for t in rows], [t[num_owned:] for t in rows]
+
+    def degrees(self) -> tuple[Tensor, Tensor]:
+        """Edges from each boundary entry's row, and from each halo row, in the part that reads it.
+
+        int64 ``(num_sent,)`` and ``(num_halo,)``. Readers tell owners, once, in 4 bytes per row.
+        """
+        if self.ids.degrees is None:
+            plan, sources = self.plan, self.ids.shard.edge_index[0]
+            here = sources.bincount(minlength=plan.num_rows)[plan.num_owned :]
+            message = here.int().unsqueeze(1).view(torch.uint8)
+            counts = plan.recv_counts, plan.send_counts
+            told = self.lane.run(partial(self.transport.exchange, message, *counts), message)
+            self.ids.degrees = told.view(torch.int32).squeeze(1).long(), here
+        return self.ids.degrees
 
     def out(self) -> Leg:
         """Boundary rows to the ranks that read them: an exchange that begins."""
@@ -126,18 +148,33 @@ class Leg:
 
     route: Route
     direction: int
-    code: Quantizer
+    code: Code
     index: Tensor | None
     ids: tuple[Tensor, Tensor]
     counts: tuple[Sequence[int], Sequence[int]]
     trace: Trace
+    _made: list[Layout] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout:
+        """How rows lie in the messages; asked for when the place's last exchange is over.
+
+        Made once; not by `cached_property`, whose lock (up to Python 3.11) all legs share: this
+        may wait for other ranks.
+        """
+        if not self._made:
+            if isinstance(self.code, Mixture):
+                self._made.append(self.route.allocations.layout(self.code, self))
+            else:
+                self._made.append(Records(self.code, self.counts))
+        return self._made[0]
 
     def begin(self, sources: Sequence[Tensor]) -> Pending:
         """Starts an exchange that `finish` or `finish_add` ends; `sources` may change meanwhile."""
-        message = self.message(sources, sum(self.counts[0]))
         with self.trace.timer.timing("stall"):
+            message = self.message(sources, 0)
             self.encode(sources, message)
-        return self.start(message)
+        return self.start(sources, message)
 
     def wait(self, pending: Pending) -> Tensor:
         """What the other ranks send, as soon as it is there."""
@@ -166,10 +203,9 @@ class Leg:
         with self.trace.timer.timing("stall"):
             self.decode_add(self._moved(sources, lane), index, rows)
 
-    def message(self, sources: Sequence[Tensor], num_rows: int) -> Tensor:
-        """An empty message for `num_rows` records with a row of each source."""
-        stride = self._offsets(sources)[-1]
-        return sources[0].new_empty((num_rows, stride), dtype=torch.uint8)
+    def message(self, like: Sequence[Tensor], end: int) -> Tensor:
+        """An empty message with a row of each tensor: that is sent (0), or received (1)."""
+        return like[0].new_empty(self.layout.shape(like, end), dtype=torch.uint8)
 
     def encode(self, sources: Sequence[Tensor], message: Tensor) -> None:
         """Quantizes the rows of `sources` that are sent into `message`.
@@ -177,10 +213,10 @@ class Leg:
         Raises:
             ValueError: If one holds NaN or Inf, with layer, rank and node.
         """
+        noises = self._noises(sources, 0)
         try:
             with self.trace.timer.timing("quantize"):
-                for i, offset in enumerate(self._offsets(sources)[:-1]):
-                    self.code.quantize(sources[i], self.index, self._noise(i, 0), message, offset)
+                self.layout.encode(sources, self.index, noises, message)
         except NonFiniteRowError as error:
             nodes, what = self.route.ids, "gradient" if self.direction else "row"
             ids = nodes.received if self.direction else nodes.sent
@@ -190,51 +226,36 @@ class Leg:
                 "learning rate, clip gradients, or look at that node's features"
             ) from None
         if self.trace.sample:
-            side_bytes = sum(self.code.side_bytes(rows) for rows in sources) * len(message)
+            step = max(1, sum(self.counts[0]) // self.trace.sample)
             with self.trace.timer.timing("sample"):
-                losses = self._losses(sources, message)
-            self.trace.sent(message.numel(), side_bytes, losses)
+                losses = self.layout.losses(sources, self.index, noises, message, step)
+            self.trace.sent(message.numel(), self.layout.side_bytes(sources), losses)
 
-    def start(self, message: Tensor, received: Tensor | None = None) -> Pending:
-        """Starts to move a message, into `received` if that is given."""
+    def start(
+        self, like: Sequence[Tensor], message: Tensor, received: Tensor | None = None
+    ) -> Pending:
+        """Starts to move a message of such tensors, into `received` if that is given."""
         arrived = self.trace.timer.start("exchange")
-        return _Noticed(self.route.transport.start(message, *self.counts, rows=received), arrived)
+        counts = self.layout.counts(like)
+        return _Noticed(self.route.transport.start(message, *counts, rows=received), arrived)
 
     def decode(self, received: Tensor, rows: Sequence[Tensor]) -> None:
         """Fills `rows`."""
         with self.trace.timer.timing("dequantize"):
-            for i, offset in enumerate(self._offsets(rows)[:-1]):
-                self.code.dequantize(received, offset, self._noise(i, 1), rows[i])
+            self.layout.decode(received, self._noises(rows, 1), rows)
 
     def decode_add(self, received: Tensor, index: Tensor, rows: Sequence[Tensor]) -> None:
         """Adds to ``rows[index]``; the index ascends within the rows of each rank."""
         with self.trace.timer.timing("dequantize"):
-            for i, offset in enumerate(self._offsets(rows)[:-1]):
-                noise = self._noise(i, 1)
-                self.code.dequantize_add(received, offset, noise, index, self.counts[1], rows[i])
+            self.layout.decode_add(received, self._noises(rows, 1), index, rows)
 
     def _moved(self, sources: Sequence[Tensor], lane: Lane) -> Tensor:
-        message = self.message(sources, sum(self.counts[0]))
+        message = self.message(sources, 0)
         self.encode(sources, message)
-        return lane.run(lambda: self.start(message).wait(), message)
+        return lane.run(lambda: self.start(sources, message).wait(), message)
 
-    def _losses(self, sources: Sequence[Tensor], message: Tensor) -> Tensor:
-        """Squared error and squared norm of some of the floating-point rows in `message`."""
-        some = slice(None, None, max(1, len(message) // self.trace.sample))
-        coded, ids = message[some].contiguous(), self.ids[0][some].contiguous()
-        losses = torch.zeros(2, dtype=torch.float64, device=message.device)
-        for i, offset in enumerate(self._offsets(sources)[:-1]):
-            if sources[i].is_floating_point():
-                given = sources[i][some if self.index is None else self.index[some]]
-                decoded = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-                self.code.dequantize(coded, offset, Noise(self._noise(i, 0).key, ids), decoded)
-                pair = torch.stack([decoded.sub_(given), given]).flatten(1)
-                losses += torch.linalg.vector_norm(pair, dim=1, dtype=torch.float64).square_()
-        return losses
-
-    def _offsets(self, rows: Sequence[Tensor]) -> list[int]:
-        """Where each tensor's bytes start in a record, and where they end."""
-        return list(accumulate((self.code.row_bytes(tensor) for tensor in rows), initial=0))
+    def _noises(self, rows: Sequence[Tensor], end: int) -> list[Noise]:
+        return [self._noise(position, end) for position in range(len(rows))]
 
     def _noise(self, position: int, end: int) -> Noise:
         numbers = (*self.route.key, self.direction, position)

@@ -143,19 +143,22 @@ class Run:
             "seed": halo.seed,
             "cut": self._shard.fingerprint,
             "rng": rng_state(self._module.device),
-            "history": halo.history.state(),
+            "history": halo.history.state(),  # after what is under way
+            "bits": halo.allocations.state(),
             "gradients": self._reducer.state() if self._reducer is not None else [],
         }
 
     def forget(self) -> None:
         """Lets the next step use nothing of the last one: the weights are others."""
         self.attachment.halo.history.forget()
+        self.attachment.halo.allocations.restore({})
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Goes on from what `progress` gave on this rank, or from its ``"seed"`` alone."""
         halo = self.attachment.halo
         halo.seed = progress["seed"]
         halo.history.restore(progress.get("history", {}))
+        halo.allocations.restore(progress.get("bits", {}))
         if self._reducer is not None:
             self._reducer.restore(progress.get("gradients", []))
         self._resumed = progress if "rng" in progress else None

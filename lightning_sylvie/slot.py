@@ -63,14 +63,11 @@ class Slot:
         self.wait()
         if not self._rows:
             self._rows = [t.new_empty((self._num_rows, t.shape[1])) for t in self._like]
-        if self._messages is None:
-            sent, received = (leg.message(sources, sum(counts)) for counts in leg.counts)
-            self._messages = sent, received
-        sent, received = self._messages
+        sent, received = self._messages = self._fitting(leg, sources)
 
         def begin() -> Pending:
             leg.encode(sources, sent)
-            return leg.start(sent, received)
+            return leg.start(self._like, sent, received)
 
         def finish(message: Tensor) -> None:
             decode(message, self._rows)
@@ -115,6 +112,13 @@ class Slot:
     def _kept(self) -> dict[str, list[Tensor]]:
         """What lasts from step to step."""
         return {"rows": self._rows, "smoothed": self._smoothed, "sample": self._sample}
+
+    def _fitting(self, leg: Leg, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Messages for this step's exchange: those of the last one, if they have its size."""
+        shapes = [leg.layout.shape(sources, end) for end in (0, 1)]
+        if self._messages is None or [tuple(m.shape) for m in self._messages] != shapes:
+            return leg.message(sources, 0), leg.message(sources, 1)
+        return self._messages
 
     def _smooth(self) -> None:
         """PipeGCN's rule (its section 3.4): momentum * smoothed + (1 - momentum) * rows.

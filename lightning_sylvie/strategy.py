@@ -29,7 +29,7 @@ from lightning_sylvie.options import (
 )
 from lightning_sylvie.partition import Partitioner, resolve
 from lightning_sylvie.placement import Placement
-from lightning_sylvie.quantizer import Quantizer, choose
+from lightning_sylvie.quantizer import AdaptiveBits, Quantizer, choose
 from lightning_sylvie.resume import Resumable
 from lightning_sylvie.run import Run
 from lightning_sylvie.schedule import Schedule, Unbounded
@@ -48,7 +48,8 @@ class SylvieStrategy(Resumable):
 
     Args:
         bits: Bits per value on the wire: 0.5, 1, 2, 4, 8, 16 (a cast), or 32, which leaves rows as
-            they are. Validation, test and prediction always exchange rows as they are.
+            they are; or `AdaptiveBits`, for other bits from row to row. Validation, test and
+            prediction always exchange rows as they are.
         mode: ``"sync"``: every layer waits for this epoch's halo rows. ``"async"``: it takes those
             that last epoch's exchange has brought and starts this epoch's, which is under way
             beside the computation; see `BoundedStaleness`.
@@ -57,7 +58,7 @@ class SylvieStrategy(Resumable):
             their gradients. Synchronous epochs use their own rows as they are.
         quantizer: How rows are coded: ``"rotated"`` (up to 2 bits), ``"minmax"`` (the paper's),
             ``"centroid"``, ``"auto"`` (rotated where it can, else minmax), or a `Quantizer`.
-        gradient_bits: Bits per value of the gradients of halo rows; None: `bits`.
+        gradient_bits: Likewise, of the gradients of halo rows; None: `bits`.
         gradient_quantizer: How they are coded; None: as `quantizer`.
         exchange: ``"message"``: halo rows arrive where a layer reads its neighbours; ``"input"``:
             at the layer's input, as the paper draws it.
@@ -85,11 +86,11 @@ class SylvieStrategy(Resumable):
     def __init__(
         self,
         *,
-        bits: float = 1,
+        bits: float | AdaptiveBits = 1,
         mode: Literal["sync", "async"] = "sync",
         smoothing: float | tuple[float, float] = 0.0,
         quantizer: str | Quantizer = "auto",
-        gradient_bits: float | None = None,
+        gradient_bits: float | AdaptiveBits | None = None,
         gradient_quantizer: str | Quantizer | None = None,
         exchange: Exchange = "message",
         partition: str | Tensor | Partitioner = "metis",
@@ -131,8 +132,9 @@ class SylvieStrategy(Resumable):
         check_strategy(self)
 
     def __repr__(self) -> str:
+        bits = self.bits if isinstance(self.bits, AdaptiveBits) else f"{self.bits:g}"
         return (
-            f"SylvieStrategy(bits={self.bits:g}, mode={self.mode!r}, exchange={self.exchange!r}, "
+            f"SylvieStrategy(bits={bits}, mode={self.mode!r}, exchange={self.exchange!r}, "
             f"partition={self.partition.settings!r})"
         )
 

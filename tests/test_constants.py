@@ -6,14 +6,17 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 from catalogue import Entry, entries, make_graph
+from ranks import rank_outcomes
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
+from trainers import Setting, UserModule, loader
 
 from lightning_sylvie.attach import Attachment, RefusedLayerError
 from lightning_sylvie.attach.inputs import MAPS_FIRST, maps_first
@@ -247,3 +250,16 @@ def test_layers_with_parts_of_their_own_do_not_map_twice() -> None:
     assert not maps_first(layer)
     assert not maps_first(type("Own", (pyg_nn.GCNConv,), {})(D, H))
     assert pyg_nn.GATConv in MAPS_FIRST
+
+
+def reads_features(folder: str) -> None:
+    Setting(2, Path(folder)).trainer(max_epochs=3).fit(UserModule(), loader(), loader())
+
+
+def test_a_script_says_once_that_features_move_once(tmp_path: Path) -> None:
+    """On the screen of rank 0, without any set-up of logging."""
+    first, second = rank_outcomes(reads_features, 2, str(tmp_path))
+    assert first.error is second.error is None
+    said = "gnn.convs.0 (SAGEConv) reads features that never change: their halo rows move once"
+    assert first.output.count(said) == first.output.count("move once") == 1
+    assert "move once" not in second.output

@@ -33,7 +33,7 @@ from trainers import (
     weights,
 )
 
-from lightning_sylvie import BoundedStaleness, GradientSum
+from lightning_sylvie import AdaptiveBits, BoundedStaleness, GradientSum
 
 EPOCHS = 6
 
@@ -135,7 +135,25 @@ def gradients_1(setting: Setting) -> Any:
     return stopped(setting, bits=1, precision="32-true", all_reduce=way)
 
 
-RUNS = [sync_1, sync_32, async_1, async_32, bounded, adaptive, gradients_1]
+def measured_sync(setting: Setting) -> Any:
+    return stopped(setting, bits=AdaptiveBits(2, refresh_every=2), gradient_bits=AdaptiveBits(3))
+
+
+def measured_async(setting: Setting) -> Any:
+    return stopped(setting, bits=AdaptiveBits(2, refresh_every=2), mode="async", bound=4)
+
+
+RUNS = [
+    sync_1,
+    sync_32,
+    async_1,
+    async_32,
+    bounded,
+    adaptive,
+    gradients_1,
+    measured_sync,
+    measured_async,
+]
 
 
 class Messages(logging.Handler):

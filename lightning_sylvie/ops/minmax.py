@@ -31,6 +31,25 @@ def minmax_side_bytes(width: int) -> int:
     return (2 if width < 32 else 4) if width > 0 else 0
 
 
+def minmax_ranges(message: Tensor, offset: int, width: int, bits: int) -> Tensor:
+    """What the levels of each row span, ``scale * (2**bits - 1)``: float64 ``(k,)``.
+
+    At most some percents more than the row's own range (in a narrow row up to twice that); 0 for a
+    row of one value.
+
+    Args:
+        message: uint8 ``(k, stride)``, written by `quantize_rows`.
+        offset: Byte of a message row at which the record begins.
+        width: Values per row.
+        bits: As it was quantized.
+    """
+    check_bits(bits)
+    if width == 0:
+        return torch.zeros(message.size(0), dtype=torch.float64, device=message.device)
+    scale = reference.read_grid(message, offset, bits, width).scale
+    return scale.squeeze(1).double() * float(2**bits - 1)
+
+
 def quantize_rows(
     rows: Tensor,
     index: Tensor | None,

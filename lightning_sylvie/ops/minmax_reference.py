@@ -160,16 +160,23 @@ def _constant_of(record: Tensor, width: int, bits: int) -> Tensor:
     return value_bytes.view(torch.float32)
 
 
+def read_grid(message: Tensor, offset: int, bits: int, width: int) -> Grid:
+    """The levels of the rows, at least one value wide, that stand at ``message[:, offset:]``."""
+    begin = offset + (width * bits + 7) // 8
+    if width >= NARROW_WIDTH:
+        scale, zero = from_bf16_bytes(message[:, begin : begin + 4]).split(1, dim=1)
+    else:
+        side = message[:, begin : begin + 2]
+        scale = float_from_bits(side[:, :1].long() << 23)
+        zero = side[:, 1:].contiguous().view(torch.int8).float() * _zero_step(bits) * scale
+    return Grid(scale, zero)
+
+
 def _decode(message: Tensor, offset: int, bits: int, width: int) -> Tensor:
     num_codes = (width * bits + 7) // 8
     if width == 0:
         return torch.zeros(message.size(0), 0, device=message.device)
     record = message[:, offset : offset + num_codes + (4 if width >= NARROW_WIDTH else 2)]
-    side = record[:, num_codes:]
-    if width >= NARROW_WIDTH:
-        scale, zero = from_bf16_bytes(side).split(1, dim=1)
-    else:
-        scale = float_from_bits(side[:, :1].long() << 23)
-        zero = side[:, 1:].contiguous().view(torch.int8).float() * _zero_step(bits) * scale
+    scale, zero = read_grid(message, offset, bits, width)
     levels = unpack(record[:, :num_codes], width, bits).float() * scale + zero
     return torch.where(scale == 0, _constant_of(record, width, bits), levels)

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_sylvie.ops import rotate_reference as reference
 from lightning_sylvie.ops.kernels import has_kernels
 from lightning_sylvie.ops.records import check_quantize, check_records
+from lightning_sylvie.ops.rotation import left_to_scale, pieces
 from lightning_sylvie.ops.rows import check_counts
 
 ROTATED_BITS = (0.5, 1, 2)
@@ -39,6 +40,27 @@ def rotated_row_bytes(width: int, bits: float = 1) -> int:
 def rotated_side_bytes(width: int) -> int:
     """Of them, those of scales and mean."""
     return reference.side_bytes(width)
+
+
+def rotated_energy(message: Tensor, offset: int, width: int, bits: float) -> Tensor:
+    """The energy of each row if every code was 1: float64 ``(k,)``, 0 for a row of one value.
+
+    Added piece by piece, so that it has the same bits whatever other rows are asked for.
+
+    Args:
+        message: uint8 ``(k, stride)``, written by `rotate_quantize_rows`.
+        offset: Byte of a message row at which the record begins.
+        width: Values per row.
+        bits: As it was quantized.
+    """
+    energy = torch.zeros(message.size(0), dtype=torch.float64, device=message.device)
+    if width > 0:
+        scales = reference.read_scales(message, offset, bits, width).double()
+        exponent = left_to_scale(width)  # the rounds without a factor make values grow
+        factor: float = 2.0 ** (exponent - 2 * (exponent // 2))
+        for (begin, end), scale in zip(pieces(width), scales.unbind(1), strict=True):
+            energy += scale.square() * ((end - begin) * factor)
+    return energy
 
 
 def rotate_quantize_rows(

@@ -199,6 +199,12 @@ def _bad_record(num_codes: int, record: Tensor) -> Tensor:
     return torch.cat([codes, bf16_bytes(side)], 1)
 
 
+def read_scales(message: Tensor, offset: int, bits: float, width: int) -> Tensor:
+    """Scales of the pieces of each row: float32 ``(k, pieces)``, the first -0.0 if constant."""
+    begin = offset + _code_bytes(width, bits)
+    return from_bf16_bytes(message[:, begin : begin + 2 * len(pieces(width))])
+
+
 def _decode(
     message: Tensor, offset: int, keys: tuple[Tensor, Tensor], bits: float, width: int
 ) -> Tensor:

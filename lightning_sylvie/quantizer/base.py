@@ -67,6 +67,14 @@ class Quantizer(ABC):
     def dequantize(self, message: Tensor, offset: int, noise: Noise, rows: Tensor) -> None:
         """Fills `rows` ``(num_rows, width)`` with the rows of `message`."""
 
+    def spread(self, message: Tensor, offset: int, like: Tensor) -> Tensor | None:
+        """What the squared errors of the rows in `message` are relative to, as both ends read it.
+
+        float64 ``(num_rows,)``, not negative, each from its row alone, to the bit; None: records
+        of this code do not tell.
+        """
+        return None
+
     def dequantize_add(
         self,
         message: Tensor,

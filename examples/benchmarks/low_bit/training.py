@@ -16,14 +16,16 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
+from lightning_sylvie import AdaptiveBits
 from lightning_sylvie.attach import Attachment
 from lightning_sylvie.exchange import Halo
 from lightning_sylvie.graph import Graph
 from lightning_sylvie.history import Fresh, History, Pipelined
 from lightning_sylvie.lane import Inline
 from lightning_sylvie.observer import Observer, Tallies
+from lightning_sylvie.overlap import Aggregation
 from lightning_sylvie.partition import resolve
-from lightning_sylvie.quantizer import Noise, Quantizer, choose
+from lightning_sylvie.quantizer import Code, Noise, Quantizer, choose
 from lightning_sylvie.schedule import Every, Unbounded
 from lightning_sylvie.shard import Shard, cut
 from lightning_sylvie.transport import Pending, Transport
@@ -39,7 +41,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 class Way(NamedTuple):
     """How halo rows travel, and how old they are."""
 
-    bits: float
+    bits: float | AdaptiveBits
     quantizer: str = "auto"
     mode: str = "sync"
     eps_s: int | None = None
@@ -55,6 +57,10 @@ CODES: dict[str, Way] = {
     "rotated 0.5": Way(0.5, "rotated"),
     "minmax 2": Way(2, "minmax"),
     "16": Way(16),
+    "degrees 2": Way(AdaptiveBits(2)),
+    "ranges 2": Way(AdaptiveBits(2, refresh_every=10)),
+    "minmax ranges 2": Way(AdaptiveBits(2, refresh_every=10), "minmax"),
+    "ranges 1": Way(AdaptiveBits(1, refresh_every=10, choices=(0.5, 1, 2, 4))),
     "everything 1": Way(1, "minmax"),
 }
 AGES: dict[str, Way] = {
@@ -201,7 +207,7 @@ class Rank:
         self.transport, self.shard, self.model = transport, shard, copy.deepcopy(model)
         self.model.dropout = SeededDropout(1000 * run.seed + transport.rank)
         way = WAYS[run.code]
-        self.code: Quantizer = choose(way.bits, way.quantizer)
+        self.code: Code = choose(way.bits, way.quantizer)
         everywhere = run.code.startswith("everything")
         code = choose(32) if everywhere else self.code
         self.halo = Halo(transport, code, seed=run.seed, history=history_of(way))
@@ -310,7 +316,7 @@ class Rank:
         if not measures:
             yield
             return
-        append = self.halo.append
+        append, aggregate = self.halo.append, self.halo.aggregate
 
         def probe(*tensors: Tensor, exact: bool = False, name: str = "") -> tuple[Tensor, ...]:
             found = append(*tensors, exact=exact, name=name)
@@ -318,16 +324,20 @@ class Rank:
             for tensor, rows in zip(tensors, found, strict=True):
                 if rows.is_floating_point() and rows.requires_grad and rows[0].numel() >= 16:
                     (right,) = append(tensor.detach() + 0, exact=True)
+                    self.halo._slot -= 1  # the layers' own exchanges keep their numbers
                     self.sums["sum_error"] += self.energy(rows.detach() - right)
                     self.sums["sum_energy"] += self.energy(right)
             self.halo.observer = observer
             return found
 
-        self.halo.append = probe  # type: ignore[method-assign]
+        def at_once(aggregation: Aggregation, tensor: Tensor, *, name: str = "") -> Tensor:
+            return aggregation.whole(self.halo.append(tensor, name=name)[0])
+
+        self.halo.append, self.halo.aggregate = probe, at_once  # type: ignore[method-assign]
         try:
             yield
         finally:
-            self.halo.append = append  # type: ignore[method-assign]
+            self.halo.append, self.halo.aggregate = append, aggregate  # type: ignore[method-assign]
 
     def energy(self, rows: Tensor) -> float:
         """Squared norm of the mean of `rows` over each node's in-edges."""
