@@ -21,11 +21,11 @@ class Net(L.LightningModule):
         super().__init__()
         self.gnn = GraphSAGE(num_features, 64, 3, num_classes, dropout=0.5)
 
-    def training_step(self, data, _):
+    def training_step(self, data, batch_idx):
         scores = self.gnn(data.x, data.edge_index)
         return F.cross_entropy(scores[data.train_mask], data.y[data.train_mask])
 
-    def test_step(self, data, _):
+    def test_step(self, data, batch_idx):
         right = self.gnn(data.x, data.edge_index).argmax(-1) == data.y
         self.log("test_acc", right[data.test_mask].float().mean(), batch_size=1)
 
